@@ -1,0 +1,292 @@
+"""One S3 bucket as the store needs it: conditional writes, reads by VersionId, checksums, and errors that say
+what to do.
+
+Every request goes through ``Bucket._call``. S3 answers a lost race for a key in two ways: 412 (the key
+exists) and 409 (another conditional write is in flight, nothing is decided). Only 412 means "exists"; 409 is
+tried again.
+"""
+
+import base64
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import boto3
+from boto3.exceptions import Boto3Error
+from boto3.s3.transfer import TransferConfig
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    PartialCredentialsError,
+)
+
+from tasks.artifacts.errors import StoreError
+
+T = TypeVar("T")
+MAX_ATTEMPTS = 5
+MAX_CONFLICTS = 12
+PART_BYTES = 16 << 20
+MAX_PARTS = 9000
+"""S3 allows 10,000."""
+_UNAVAILABLE = (
+    f"It was asked {MAX_ATTEMPTS} times. An embedded server answers so when its disk is full: see `df` and server.log "
+    "in the store's folder. Amazon S3: try again later."
+)
+_ERRORS = (ClientError, BotoCoreError, Boto3Error)
+_BROKEN = (ConnectionError, HTTPClientError, IncompleteReadError)
+_CREDENTIAL_CODES = {
+    "AccessDenied",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+    "403",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """What S3 knows about one stored object version."""
+
+    version_id: str
+    etag: str
+    size: int
+    sha256: str
+    """Hex digest verified by the server; empty for objects that were sent in parts."""
+
+
+def make_client(*, endpoint_url: str, access_key: str, secret_key: str, num_threads: int) -> Any:
+    """S3 client; without keys, the ordinary AWS credential chain."""
+    config = Config(
+        retries={"mode": "standard", "total_max_attempts": MAX_ATTEMPTS},
+        connect_timeout=5,
+        read_timeout=120,
+        max_pool_connections=max(10, 4 * num_threads),
+        s3={"addressing_style": "path" if endpoint_url else "auto"},
+    )
+    keys: dict[str, str] = {}
+    if access_key:
+        keys = {
+            "aws_access_key_id": access_key,
+            "aws_secret_access_key": secret_key,
+            "region_name": "us-east-1",
+        }
+    return boto3.client("s3", endpoint_url=endpoint_url or None, config=config, **keys)
+
+
+class Bucket:
+    """A versioned bucket. ``connect`` makes the client; it is called again when the connection is lost.
+
+    For the embedded server connecting starts it, so one that crashed comes back.
+    """
+
+    def __init__(self, connect: Callable[[], Any], name: str, *, is_custom: bool, num_threads: int) -> None:
+        self.name = name
+        self._connect = connect
+        self._client = connect()
+        self._num_threads = num_threads
+        # With a custom endpoint the CRT client would talk to AWS all the same (boto3 passes it no endpoint).
+        self._engine = "classic" if is_custom else "auto"
+
+    def require_versioning(self) -> None:
+        answer = self._call(
+            "read the versioning of", "", lambda: self._client.get_bucket_versioning(Bucket=self.name)
+        )
+        if answer.get("Status") != "Enabled":
+            raise ValueError(
+                f"bucket {self.name} must have versioning enabled, got "
+                f"{answer.get('Status', 'never enabled')}. "
+                f"Run: aws s3api put-bucket-versioning --bucket {self.name} --versioning-configuration "
+                "Status=Enabled"
+            )
+
+    def create_versioned(self) -> None:
+        """Create the bucket; nothing happens if it exists. Only for the embedded server."""
+        try:
+            self.require_versioning()
+            return
+        except StoreError as error:
+            if error.reason != "no_bucket":
+                raise
+        except ValueError:
+            pass  # created a moment ago by another process, which has not enabled versioning yet
+        try:
+            self._client.create_bucket(Bucket=self.name)
+        except ClientError as error:
+            if _code(error) not in ("BucketAlreadyExists", "BucketAlreadyOwnedByYou"):
+                raise
+        status = {"Status": "Enabled"}
+        self._client.put_bucket_versioning(Bucket=self.name, VersioningConfiguration=status)
+        self.require_versioning()
+
+    def head(self, key: str) -> Stored | None:
+        try:
+            answer = self._call(
+                "look for",
+                key,
+                lambda: self._client.head_object(Bucket=self.name, Key=key, ChecksumMode="ENABLED"),
+            )
+        except ClientError as error:
+            if _status(error) == 404:
+                return None
+            raise
+        checksum = answer.get("ChecksumSHA256", "")
+        sha256 = "" if not checksum or "-" in checksum else base64.b64decode(checksum).hex()
+        return Stored(
+            version_id=answer["VersionId"], etag=answer["ETag"], size=answer["ContentLength"], sha256=sha256
+        )
+
+    def get(self, key: str, *, version_id: str = "") -> tuple[bytes, Stored] | None:
+        """Content and identity, read together; None if the key (or that version of it) does not exist."""
+        which = {"VersionId": version_id} if version_id else {}
+
+        def read() -> tuple[bytes, dict]:
+            answer = self._client.get_object(Bucket=self.name, Key=key, **which)
+            return answer["Body"].read(), answer
+
+        try:
+            data, answer = self._call("read", key, read)
+        except ClientError as error:
+            if _code(error) in ("NoSuchKey", "NoSuchVersion"):
+                return None
+            raise
+        return data, Stored(version_id=answer["VersionId"], etag=answer["ETag"], size=len(data), sha256="")
+
+    def put(self, key: str, data: bytes, *, absent: bool = False, etag: str = "") -> str | None:
+        """VersionId of the new object; None if the condition (key absent, or its ETag) did not hold."""
+        condition: dict[str, str] = {"IfNoneMatch": "*"} if absent else {"IfMatch": etag} if etag else {}
+
+        def write() -> dict:
+            return self._client.put_object(
+                Bucket=self.name, Key=key, Body=data, ChecksumAlgorithm="SHA256", **condition
+            )
+
+        for attempt in range(MAX_CONFLICTS):
+            try:
+                return self._call("write", key, write)["VersionId"]
+            except ClientError as error:
+                # If-Match on a key that has gone: 404 from Amazon, 412 from others
+                if _status(error) == 412 or (etag and _status(error) == 404):
+                    return None
+                if _status(error) != 409:
+                    raise
+            back_off(attempt)
+        raise StoreError(
+            f"a conditional write of {key} must be decided within {MAX_CONFLICTS} attempts, got 409 each "
+            "time. "
+            "Several writers share this key: let one campaign run at a time.",
+            reason="unavailable",
+        )
+
+    def delete(self, key: str) -> None:
+        """Add a delete marker: reads by VersionId go on."""
+        self._call("delete", key, lambda: self._client.delete_object(Bucket=self.name, Key=key))
+
+    def upload(self, path: Path, key: str) -> None:
+        config = self._transfer_config(path.stat().st_size)
+        extra = {"ChecksumAlgorithm": "SHA256"}
+        self._call(
+            "write",
+            key,
+            lambda: self._client.upload_file(str(path), self.name, key, ExtraArgs=extra, Config=config),
+        )
+
+    def download(self, key: str, version_id: str, path: Path, *, size: int) -> bool:
+        """False if that version of the object does not exist."""
+        config = self._transfer_config(size)
+        extra = {"VersionId": version_id}
+        try:
+            self._call(
+                "read",
+                key,
+                lambda: self._client.download_file(self.name, key, str(path), ExtraArgs=extra, Config=config),
+            )
+        except ClientError as error:
+            if _status(error) == 404:
+                return False
+            raise
+        return True
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        """Keys below a prefix in ascending order, one page of 1,000 at a time."""
+        paginator = self._client.get_paginator("list_objects_v2")
+        pages = iter(paginator.paginate(Bucket=self.name, Prefix=prefix))
+        while (page := self._call("list", prefix, lambda: next(pages, None))) is not None:
+            yield from (item["Key"] for item in page.get("Contents", []))
+
+    def _transfer_config(self, size: int) -> TransferConfig:
+        part = max(PART_BYTES, math.ceil(size / MAX_PARTS))
+        return TransferConfig(
+            multipart_threshold=part,
+            multipart_chunksize=part,
+            max_concurrency=self._num_threads,
+            preferred_transfer_client=self._engine,
+        )
+
+    def _call(self, verb: str, key: str, request: Callable[[], T]) -> T:
+        """Make a request; once more, over a new connection, if the first broke in spite of botocore's retries."""
+        try:
+            return request()
+        except _ERRORS as error:
+            if not isinstance(_unwrapped(error), _BROKEN):
+                raise self._explained(verb, key, _unwrapped(error)) from error
+        self._client = self._connect()
+        try:
+            return request()
+        except _ERRORS as error:
+            raise self._explained(verb, key, _unwrapped(error)) from error
+
+    def _explained(self, verb: str, key: str, error: Exception) -> Exception:
+        """The error of a store that cannot serve; any other error unchanged."""
+        if isinstance(error, ClientError):
+            status, code = _status(error), _code(error)
+            got = f"{status} {code} {error.response.get('Error', {}).get('Message', '')}".strip()
+            if code == "NoSuchBucket":
+                reason, advice = (
+                    "no_bucket",
+                    "Create the bucket with versioning, or correct checkpoint.store.",
+                )
+            elif status in (401, 403) or code in _CREDENTIAL_CODES:
+                reason, advice = (
+                    "credentials",
+                    "Check this process's AWS credentials and its rights on the bucket.",
+                )
+            elif status >= 500 or status == 429:
+                reason, advice = "unavailable", _UNAVAILABLE
+            else:
+                return error
+        elif isinstance(error, (NoCredentialsError, PartialCredentialsError)):
+            got, reason, advice = str(error), "credentials", "Give this process an AWS role or keys."
+        elif isinstance(error, _BROKEN):
+            got, reason, advice = str(error), "unreachable", "Check the address and the network."
+        else:
+            return error
+        text = f"the store must {verb} s3://{self.name}/{key}, got {got}. {advice}"
+        return StoreError(text, reason=reason)
+
+
+def _unwrapped(error: Exception) -> Exception:
+    """The transfer manager hides S3's own answer in an error of its class."""
+    cause = error.__cause__ or error.__context__
+    return cause if isinstance(error, Boto3Error) and isinstance(cause, Exception) else error
+
+
+def _status(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def back_off(attempt: int) -> None:
+    time.sleep(random.SystemRandom().uniform(0.5, 1.0) * 0.02 * 2 ** min(attempt, 5))

@@ -1,0 +1,91 @@
+"""What one policy version is: its files, where it came from, and what is needed to go on from it."""
+
+import hashlib
+import json
+from datetime import UTC, datetime
+from pathlib import PurePosixPath
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class Blob(BaseModel):
+    """An immutable stored file, named by its content."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    size: int = Field(ge=0)
+    key: str
+    version_id: str
+
+
+class Manifest(BaseModel):
+    """A published policy version. Written once; its existence is the commit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+    schema_version: Literal[1] = 1
+    campaign: str
+    version: int = Field(ge=0)
+    parent: int | None
+    """The version it was trained from; none for the first version of a campaign."""
+    kind: Literal["init", "warm_start", "iteration"]
+    iteration: int = Field(ge=0)
+    """Completed iterations of reinforcement learning."""
+    created: datetime = Field(default_factory=lambda: datetime.now(UTC))
+    files: dict[str, Blob]
+    tensor_digest: str
+    """Digest of the weights, whatever the files' layout."""
+    config_digest: str
+    code_revision: str
+    batch: str = ""
+    """Key of the train batch it consumed; empty if none."""
+    num_samples: int = Field(default=0, ge=0)
+    cursor: int = Field(default=0, ge=0)
+    """Position in the prompts from which the next iteration reads."""
+    metrics: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+
+    @field_validator("files")
+    @classmethod
+    def _names_stay_inside_the_folder(cls, files: dict[str, Blob]) -> dict[str, Blob]:
+        for name in files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or str(path) != name or name == ".":
+                raise ValueError(
+                    f"files must have plain relative names, got {name!r}. Name them like 'a/b.bin'."
+                )
+        return files
+
+    @model_validator(mode="after")
+    def _parent_precedes(self) -> Self:
+        is_first = self.version == 0
+        if is_first != (self.parent is None) or is_first != (self.kind == "init"):
+            raise ValueError(
+                "version 0 and only it must be of kind init and have no parent, "
+                f"got version={self.version}, kind={self.kind}, parent={self.parent}."
+            )
+        if self.parent is not None and not 0 <= self.parent < self.version:
+            raise ValueError(
+                f"parent must be below version, got parent={self.parent}, version={self.version}."
+            )
+        return self
+
+    def content_digest(self) -> str:
+        """Identity of the training result: equal when a retried task publishes the same result again.
+
+        Left out: when it was written, what was measured on the way, and in which S3 version of a blob the
+        (same) bytes lie.
+        """
+        content = self.model_dump(mode="json", exclude={"created", "seconds", "metrics", "files"})
+        content["files"] = {name: blob.sha256 for name, blob in self.files.items()}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def summary(self) -> str:
+        """One line for an error that names two candidates for one version."""
+        return (
+            f"content {self.content_digest()[:12]}, tensors {self.tensor_digest[:12]}, config "
+            f"{self.config_digest[:12]}, code {self.code_revision[:12]}, batch {self.batch or 'none'}, "
+            f"created {self.created:%Y-%m-%dT%H:%M:%SZ}"
+        )

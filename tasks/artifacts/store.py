@@ -1,0 +1,288 @@
+"""Policy versions of one campaign in S3: immutable, numbered without gaps, whole or absent.
+
+    {prefix}/{campaign}/blobs/sha256/ab/abcd...              files, named by content, shared by versions
+    {prefix}/{campaign}/versions/000000000042/manifest.json  written last and only if absent: the commit
+    {prefix}/{campaign}/latest.json                          a hint for ``head``, moved by compare-and-swap
+    {prefix}/{campaign}/<key>                                other objects of the campaign (batches, reports)
+
+The surprise: ``latest.json`` decides nothing. A publisher killed between manifest and hint has published;
+``head`` rolls forward over it. Nothing is deleted here: space is the business of a lifecycle rule on the
+bucket.
+"""
+
+import hashlib
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from tasks.artifacts.cache import Cache, sha256_of
+from tasks.artifacts.client import Bucket, back_off, make_client
+from tasks.artifacts.errors import CorruptArtifact, NotFound, ObjectConflict, StoreError, VersionConflict
+from tasks.artifacts.manifest import Blob, Manifest
+from tasks.artifacts.version import PolicyVersion
+
+EMBEDDED_BUCKET = "moe-rl"
+_RESERVED = ("blobs/", "versions/", "latest.json")
+_CAMPAIGN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def open_store(
+    address: str,
+    campaign: str,
+    *,
+    endpoint_url: str = "",
+    port: int = 0,
+    cache: Path | None = None,
+    num_threads: int = 4,
+) -> "PolicyStore":
+    """The store at ``s3://bucket/prefix``, or in a folder: then an S3 server is found or started there.
+
+    The embedded server runs for as long as this process (or another user of the same folder) lives.
+    """
+    if not _CAMPAIGN.fullmatch(campaign):
+        raise ValueError(
+            f"campaign must be 1 to 100 letters, digits, '.', '_' or '-', starting with a letter or digit, "
+            f"got {campaign!r}."
+        )
+    if not address.startswith("s3://"):
+        return _open_embedded(address, campaign, port=port, cache=cache, num_threads=num_threads)
+    name, _, prefix = address.removeprefix("s3://").partition("/")
+    if not name:
+        raise ValueError(f"checkpoint.store must be s3://bucket/prefix or a folder, got {address!r}.")
+
+    def connect() -> Any:
+        return make_client(endpoint_url=endpoint_url, access_key="", secret_key="", num_threads=num_threads)
+
+    bucket = Bucket(connect, name, is_custom=bool(endpoint_url), num_threads=num_threads)
+    bucket.require_versioning()
+    folder = cache or Path.home() / ".cache" / "moe-rl"
+    return PolicyStore(bucket, prefix.strip("/"), campaign, cache=folder, num_threads=num_threads)
+
+
+def _open_embedded(
+    address: str, campaign: str, *, port: int, cache: Path | None, num_threads: int
+) -> "PolicyStore":
+    from tasks.embedded.seaweed import ensure_s3
+
+    if not address or "://" in address:
+        raise ValueError(f"checkpoint.store must be s3://bucket/prefix or a folder, got {address!r}.")
+    folder = Path(address).expanduser().resolve()
+
+    def connect() -> Any:
+        endpoint = ensure_s3(folder, port=port)
+        return make_client(
+            endpoint_url=endpoint.url,
+            access_key=endpoint.access_key,
+            secret_key=endpoint.secret_key,
+            num_threads=num_threads,
+        )
+
+    bucket = Bucket(connect, EMBEDDED_BUCKET, is_custom=True, num_threads=num_threads)
+    bucket.create_versioned()
+    return PolicyStore(bucket, "", campaign, cache=cache or folder / "cache", num_threads=num_threads)
+
+
+class PolicyStore:
+    """One campaign's versions and objects. Threads may share it; open it anew after a fork."""
+
+    def __init__(self, bucket: Bucket, prefix: str, campaign: str, *, cache: Path, num_threads: int) -> None:
+        self.campaign = campaign
+        self._bucket = bucket
+        self._root = f"{prefix}/{campaign}/" if prefix else f"{campaign}/"
+        self._cache = Cache(cache, bucket)
+        self._num_threads = num_threads
+
+    # Files and versions
+
+    def put_file(self, path: Path) -> Blob:
+        """Store a file under its content's name; not sent again if it is there."""
+        before = path.stat()
+        digest = sha256_of(path)
+        blob = self._stored_blob(digest, before.st_size)
+        if blob is None:
+            self._bucket.upload(path, self._blob_key(digest))
+            after = path.stat()
+            if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                self._bucket.delete(self._blob_key(digest))  # else the next publisher would reuse wrong bytes
+                raise ValueError(
+                    f"{path} must not change while it is stored, got a write to it. Store it when done."
+                )
+            blob = self._stored_blob(digest, before.st_size)
+        return self._present(blob, digest)
+
+    def put_bytes(self, data: bytes) -> Blob:
+        """Store bytes under their content's name; not sent again if they are there."""
+        digest = hashlib.sha256(data).hexdigest()
+        blob = self._stored_blob(digest, len(data))
+        if blob is None:
+            self._bucket.put(self._blob_key(digest), data)
+            blob = self._stored_blob(digest, len(data))
+        return self._present(blob, digest)
+
+    def put_folder(self, folder: Path) -> dict[str, Blob]:
+        """Store every file below a folder, several at a time: name -> blob, ready for ``Manifest.files``."""
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            blobs = list(pool.map(self.put_file, paths))
+        return {path.relative_to(folder).as_posix(): blob for path, blob in zip(paths, blobs, strict=True)}
+
+    def commit(self, manifest: Manifest) -> PolicyVersion:
+        """Publish: the manifest is written if its version is free; the same content again is success."""
+        if manifest.campaign != self.campaign:
+            raise ValueError(f"manifest.campaign must be {self.campaign!r}, got {manifest.campaign!r}.")
+        if manifest.version and self._bucket.head(self._manifest_key(manifest.version - 1)) is None:
+            raise ValueError(
+                f"versions must have no gaps: version {manifest.version} of campaign {self.campaign} "
+                "needs version "
+                f"{manifest.version - 1}, got none. Publish head() + 1."
+            )
+        key = self._manifest_key(manifest.version)
+        data = manifest.model_dump_json().encode()
+        version_id = self._bucket.put(key, data, absent=True)
+        if version_id is None:
+            published, existing = self._read_manifest(manifest.version)
+            if existing.content_digest() != manifest.content_digest():
+                raise VersionConflict(
+                    f"version {manifest.version} of campaign {self.campaign} must be published once, got "
+                    "two results.\n"
+                    f"  published: {existing.summary()}\n  refused:   {manifest.summary()}\n"
+                    "Another trainer of this campaign was first: go on from head(), or use another "
+                    "campaign name."
+                )
+        else:
+            published = self._reference(manifest.version, version_id, data)
+        self._advance(manifest.version)
+        return published
+
+    def head(self) -> PolicyVersion | None:
+        """The newest published version; None only if there is none at all."""
+        hint = self._bucket.get(self._root + "latest.json")
+        hinted = json.loads(hint[0])["version"] if hint else None
+        newest = hinted
+        if (
+            newest is None
+        ):  # no hint proves nothing: the publisher may have been killed before it, or it was lost
+            newest = max(self._versions(), default=None)
+            if newest is None:
+                return None
+        while self._bucket.head(self._manifest_key(newest + 1)) is not None:
+            newest += 1
+        if newest != hinted:
+            self._advance(newest)
+        return self._read_manifest(newest)[0]
+
+    def manifest(self, version: int | PolicyVersion) -> Manifest:
+        """The manifest of a version; for a PolicyVersion its very bytes, checked against its digest."""
+        return self._read_manifest(version)[1]
+
+    def reference(self, version: int) -> PolicyVersion:
+        """The reference to a published version by its number."""
+        return self._read_manifest(version)[0]
+
+    def history(self) -> list[Manifest]:
+        """All published manifests in ascending order."""
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            return list(pool.map(self.manifest, self._versions()))
+
+    def pull(self, version: int | PolicyVersion, *, pattern: str = "*", without: str = "") -> Path:
+        """A local folder with the version's files, each verified, but for those whose names match ``without``.
+
+        Do not write into it.
+        """
+        published, manifest = self._read_manifest(version)
+        files = {
+            name: blob
+            for name, blob in manifest.files.items()
+            if fnmatch(name, pattern) and not fnmatch(name, without)
+        }
+        if not files:
+            raise ValueError(
+                f"pattern must match a file of version {manifest.version} of campaign {self.campaign}, "
+                f"got {pattern!r}; files: {sorted(manifest.files)}."
+            )
+        folder = (
+            self._cache.folder / self.campaign / f"{manifest.version:012d}-{published.manifest_sha256[:12]}"
+        )
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            list(pool.map(lambda item: self._cache.link(item[0], item[1], folder), files.items()))
+        return folder
+
+    # Other objects of the campaign
+
+    def put_object(self, key: str, data: bytes) -> str:
+        """Write an object once; its URI. The same content again is success, other an ObjectConflict."""
+        full = self._object_key(key)
+        if self._bucket.put(full, data, absent=True) is None:
+            existing = self._bucket.get(full)
+            if existing is None or existing[0] != data:
+                got = (
+                    "nothing"
+                    if existing is None
+                    else f"{len(existing[0])} bytes, {_sha256(existing[0])[:12]}"
+                )
+                raise ObjectConflict(
+                    f"object {key} of campaign {self.campaign} must be written once, got other content: "
+                    f"stored {got}; "
+                    f"refused {len(data)} bytes, {_sha256(data)[:12]}. Use another key."
+                )
+        return self._uri(full)
+
+    def replace_object(self, key: str, data: bytes) -> str:
+        """Write an object that may be rewritten, such as a report; its URI."""
+        full = self._object_key(key)
+        self._bucket.put(full, data)
+        return self._uri(full)
+
+    def get_object(self, key: str) -> bytes:
+        data = self.find_object(key)
+        if data is None:
+            uri = self._uri(self._object_key(key))
+            raise NotFound(
+                f"object {key} of campaign {self.campaign} must exist, got none at {self._uri(self._root + key)}."
+            )
+        return blob
+
+    def _versions(self) -> list[int]:
+        pattern = re.compile(re.escape(self._root) + r"versions/(\d{12})/manifest\.json")
+        found = (pattern.fullmatch(key) for key in self._bucket.keys(self._root + "versions/"))
+        return [int(match.group(1)) for match in found if match]
+
+    def _read_manifest(self, version: int | PolicyVersion) -> tuple[PolicyVersion, Manifest]:
+        wanted = version if isinstance(version, PolicyVersion) else None
+        number = version if isinstance(version, int) else version.version
+        if wanted and wanted.campaign != self.campaign:
+            raise ValueError(f"version must be of campaign {self.campaign!r}, got {wanted.campaign!r}.")
+        found = self._bucket.get(self._manifest_key(number), version_id=wanted.version_id if wanted else "")
+        uri = self._uri(self._manifest_key(number))
+        if found is None:
+            raise NotFound(f"version {number} of campaign {self.campaign} must exist, got none at {uri}.")
+        data, stored = found
+        if wanted and _sha256(data) != wanted.manifest_sha256:
+            raise CorruptArtifact(f"{uri} must have sha256 {wanted.manifest_sha256}, got {_sha256(data)}.")
+        return self._reference(number, stored.version_id, data), Manifest.model_validate_json(data)
+
+    def _advance(self, version: int) -> None:
+        """Move the hint forward, never back. After a lost race it looks again."""
+        key = self._root + "latest.json"
+        data = json.dumps({"version": version}).encode()
+        for attempt in range(20):
+            found = self._bucket.get(key)
+            if found and json.loads(found[0])["version"] >= version:
+                return
+            done = self._bucket.put(key, data, absent=found is None, etag=found[1].etag if found else "")
+            if done is not None:
+                return
+            back_off(attempt)
+        raise StoreError(
+            f"{self._uri(key)} must be moved to version {version} within 20 attempts, got a lost race "
+            "each time. "
+            "The version is published; let one campaign of this name run at a time.",
+            reason="unavailable",
+        )
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,85 @@
+"""Assembly: seal the scored samples of an iteration as one immutable train batch and account for every one of them."""
+
+import hashlib
+import time
+from typing import TYPE_CHECKING
+
+from flytekit import task
+
+from tasks import placement
+from tasks.records import CampaignRun, PolicyVersion, ScoreReport, TrainBatch
+from tasks.session import run_buffer, run_store, say
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+@task(**placement.MEMORY.task_arguments())
+def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> TrainBatch:
+    """Group-relative advantages of the admitted samples, in mini-batches, sealed in the store.
+
+    The first seal of an iteration stands: a repeated call returns it, so a retried trainer reads the same bytes.
+    """
+    from tasks.rl.assembly import assemble_frame
+    from tasks.schema import ScoredFrame, from_bytes, to_bytes
+
+    start, iteration, store = time.monotonic(), scores.iteration, run_store(run)
+    name = f"batches/{iteration:06d}-{run.config.digest()}"
+    if sealed := store.find_object(f"{name}.json"):
+        batch = TrainBatch.model_validate_json(sealed).model_copy(update={"sealed_at": time.time()})
+        say("assemble", f"sealed before: {batch.num_samples} samples", iteration=iteration)
+        return batch
+    buffer = run_buffer(run)
+    frame = from_bytes(*(group.payload for group in buffer.scan_scored(iteration)), schema=ScoredFrame)
+    train, rejected, metrics = assemble_frame(frame, run.config, iteration=iteration, policy_version=policy.version)
+    for lost in buffer.unscored(iteration):
+        rejected[lost.reason] = rejected.get(lost.reason, 0) + lost.num_samples
+    payload = to_bytes(train)
+    batch = TrainBatch(
+        iteration=iteration,
+        objective="clipped_policy",
+        key=f"{name}.arrow",
+        sha256=hashlib.sha256(payload).hexdigest(),
+        num_samples=len(train),
+        behavior_version=scores.behavior_version,
+        produced=buffer.produced(iteration).samples,
+        rejected=rejected,
+        metrics={**_score_metrics(scores), **metrics},
+        seconds=_stage_seconds(scores, time.monotonic() - start),
+        sealed_at=time.time(),
+    )
+    _require_signal(train, rejected, iteration)
+    store.put_object(batch.key, payload)
+    store.put_object(f"{name}.json", batch.model_dump_json().encode())
+    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(rejected.items()) if count) or "none"
+    say("assemble", f"{len(train)} samples to train, rejected: {dropped}", iteration=iteration)
+    return batch
+
+
+def _score_metrics(scores: ScoreReport) -> dict[str, float]:
+    return {
+        "reward": scores.reward_mean,
+        "exact_match": scores.exact_share,
+        "finished": scores.finished_share,
+        "response_tokens": scores.response_tokens_mean,
+        "generated_tokens": float(scores.generated_tokens),
+        "failures": float(scores.num_failures),
+    }
+
+
+def _stage_seconds(scores: ScoreReport, assemble_seconds: float) -> dict[str, float]:
+    return {
+        "load_engine": scores.generate_load_seconds,
+        "generate": scores.generate_seconds - scores.generate_load_seconds,
+        "score": scores.score_seconds,
+        "assemble": assemble_seconds,
+    }
+
+
+def _require_signal(train: "pl.DataFrame", rejected: dict[str, int], iteration: int) -> None:
+    if not len(train):
+        raise RuntimeError(
+            f"iteration {iteration}: at least one group must have differing rewards, got none: {rejected}. Every "
+            "sample of every prompt earned the same reward, so there is nothing to learn from: make the task easier "
+            "or harder, raise rollout.group_size or rollout.temperature, or warm-start longer."
+        )

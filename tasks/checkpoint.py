@@ -1,0 +1,148 @@
+"""Versions of the policy: open or resume a campaign, make version 0, publish what a trainer made."""
+
+import time
+from typing import TYPE_CHECKING
+
+from flytekit import task
+
+from tasks import placement
+from tasks.config import IMMUTABLE_SECTIONS, CampaignConfig, changes, with_overrides
+from tasks.records import CampaignRun, CampaignState, Candidate, Evaluation, PolicyVersion
+from tasks.session import code_revision, is_local_store, open_store, run_buffer, run_store, say, store_folder
+
+if TYPE_CHECKING:
+    from tasks.artifacts.store import PolicyStore
+
+
+@task(**placement.CPU.task_arguments())
+def open_campaign(
+    config: CampaignConfig,
+    name: str | None,
+    iterations: int | None,
+    learning_rate: float | None,
+    store: str | None,
+    fresh: bool,
+) -> CampaignRun:
+    """Fix the effective configuration and the lineage: the newest one of this name, or with ``fresh`` the next."""
+    import yaml
+
+    config = with_overrides(
+        config,
+        name=name,
+        schedule__iterations=iterations,
+        train__learning_rate=learning_rate,
+        checkpoint__store=store,
+    )
+    if is_local_store(config):
+        from tasks.embedded.disk import require_free_space
+
+        require_free_space(store_folder(config), int(config.checkpoint.min_free_gb * 2**30))
+    root = open_store(config, config.name)
+    lineages = sorted(int(key.rsplit("/", 1)[1].removesuffix(".json")) for key in root.list_objects("lineages/"))
+    lineage = (lineages[-1] if lineages else 0) + (1 if fresh or not lineages else 0)
+    run = CampaignRun(config=config, lineage=lineage, code_revision=code_revision())
+    root.put_object(f"lineages/{lineage:04d}.json", b"{}")
+    campaign = run_store(run)
+    _refuse_another_lineage(campaign, run)
+    campaign.put_object(f"config/{config.digest()}.json", config.model_dump_json().encode())
+    print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110))
+    where = store_folder(config) if is_local_store(config) else config.checkpoint.store
+    say("campaign", f"{run.campaign}, configuration {config.digest()}, code {run.code_revision}, store {where}")
+    return run
+
+
+@task(**placement.CPU.task_arguments())
+def resume(run: CampaignRun) -> CampaignState:
+    """What is published already; an empty state for a new lineage."""
+    store = run_store(run)
+    head = store.head()
+    if head is None:
+        return CampaignState(versions=[], iterations_done=0)
+    manifest = store.manifest(head)
+    done, total = manifest.iteration, run.config.schedule.iterations
+    rest = f"continues with iteration {done}" if done < total else f"all {total} iterations are done, nothing to train"
+    say("resume", f"found version {head.version} after {done} iterations: {rest} (--fresh starts a new lineage)")
+    _set_aside_pending(store, run, done)
+    oldest = max(0, head.version - run.config.schedule.max_staleness)
+    versions = [store.reference(number) for number in range(oldest, head.version + 1)]
+    return CampaignState(versions=versions, iterations_done=done)
+
+
+@task(**placement.CPU.task_arguments())
+def hand_on(
+    versions: list[PolicyVersion], iterations_done: int, evaluations: list[Evaluation]
+) -> CampaignState:
+    """The state after a segment; it waits for the segment's evaluations."""
+    return CampaignState(versions=versions, iterations_done=iterations_done)
+
+
+@task(**placement.CPU.task_arguments())
+def initialize(run: CampaignRun) -> PolicyVersion:
+    """Version 0: a Hugging Face folder adopted as it is, or a random policy."""
+    from tasks.policy.initial import initial_manifest
+
+    store = run_store(run)
+    version = store.commit(initial_manifest(store, run))
+    say("publish", f"v{version.version} {version.manifest_uri}")
+    return version
+
+
+@task(**placement.CPU.task_arguments())
+def publish(run: CampaignRun, candidate: Candidate) -> PolicyVersion:
+    """Commit the candidate's manifest, the one moment at which it becomes a version, then free its experience."""
+    from tasks.artifacts.manifest import Manifest
+
+    start, store = time.monotonic(), run_store(run)
+    manifest = Manifest.model_validate_json(candidate.manifest_json)
+    parent = store.manifest(manifest.version - 1)
+    if manifest.tensor_digest == parent.tensor_digest and manifest.metrics.get("skipped_steps", 0) < manifest.metrics["steps"]:
+        raise RuntimeError(
+            f"version {manifest.version} must differ from version {parent.version} after {manifest.metrics['steps']:.0f} "
+            f"optimizer steps, got the same tensor digest {manifest.tensor_digest[:16]}. Stale weights were saved; nothing "
+            "is published. Run the campaign again."
+        )
+    manifest = manifest.model_copy(
+        update={"seconds": {**manifest.seconds, "publish": time.monotonic() - start}}
+    )
+    version = store.commit(manifest)
+    if manifest.kind == "iteration":
+        run_buffer(run).drop(manifest.iteration - 1)
+    say(
+        "publish",
+        f"v{version.version} digest {manifest.tensor_digest[:12]}, {time.monotonic() - start:.1f} s",
+        iteration=manifest.iteration - 1 if manifest.kind == "iteration" else None,
+    )
+    return version
+
+
+def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun) -> None:
+    """A campaign may resume with another schedule or learning rate, not with another model or other data."""
+    head = store.head()
+    if head is None:
+        return
+    manifest = store.manifest(head)
+    before = CampaignConfig.model_validate_json(store.get_object(f"config/{manifest.config_digest}.json"))
+    changed = changes(before, run.config)
+    fixed = {name: values for name, values in changed.items() if name.split(".")[0] in IMMUTABLE_SECTIONS}
+    if fixed:
+        listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in fixed.items())
+        raise ValueError(
+            f"campaign {run.campaign} has version {head.version} and may not change these: {listed}. "
+            "Restore them, choose another name, or pass --fresh to start a new lineage beside this one."
+        )
+    for name, (old, new) in changed.items():
+        say("resume", f"{name} changed since version {head.version}: {old!r} -> {new!r}")
+
+
+def _set_aside_pending(store: "PolicyStore", run: CampaignRun, iterations_done: int) -> None:
+    """Samples that an earlier configuration left pending are rejected by name: they were made under other rules."""
+    for key in store.list_objects("config/"):
+        before = CampaignConfig.model_validate_json(store.get_object(key))
+        if before.digest() == run.config.digest():
+            continue
+        buffer = run_buffer(run, digest=key.rsplit("/", 1)[1].removesuffix(".json"))
+        for pending in range(iterations_done, iterations_done + before.schedule.max_staleness + 1):
+            if samples := buffer.produced(pending).samples:
+                store.put_object(f"set_aside/{pending:06d}-{before.digest()}.json", str(samples).encode())
+                buffer.drop(pending)
+                say("resume", f"{samples} samples of an earlier configuration are rejected", iteration=pending)

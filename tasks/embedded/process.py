@@ -1,0 +1,315 @@
+"""A server process that lives exactly as long as somebody uses it, shared by every process of this machine.
+
+``ensure_running`` finds the server of a folder, or starts it, and makes the calling process one of its users.
+When the last user has ended, by return, exception, signal or SIGKILL, the server is stopped (see
+``guard.py``). A second campaign on the same folder is simply one more user: it keeps the server when the
+first one ends. A server that crashed is started again by the next call, on the port it had if that is still
+free.
+
+Files in the folder:
+    server.json   discovery: the ports and a token; written when the server answers, withdrawn before it stops
+    start.lock    held while one process looks for the server or starts it
+    alive.lock    held by the guard and the server, whoever lives longer; a stale server.json has no holder
+    users.fifo    each user holds it open for writing; "no writer left" stops the server
+    last_port     the public port of the last start, preferred by the next one
+    server.log    output of the server; server.log.1 is the previous start's
+
+A forked child is not a user until it calls ``ensure_running`` itself. All of it works on one machine: the
+folder must be on a file system with FIFOs and ``flock``.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+GUARD = Path(__file__).with_name("guard.py")
+HOST = "127.0.0.1"
+POLL_S = 0.02
+# Below Linux's range for outgoing connections (32768-60999): a server that binds two seconds after the choice
+# does not find its port taken by somebody's connection.
+PORT_RANGE = (15000, 32000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One start of a server on given ports."""
+
+    argv: list[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    leftovers: list[str] = field(default_factory=list)
+    """Files that the server leaves behind when killed; the guard removes them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """A kind of server: how to start it in a folder, and how to know that it answers."""
+
+    name: str
+    port_field: str
+    """The configuration field that fixes the port; named in errors."""
+    num_ports: int
+    """The first port is the public one; the others are chosen."""
+    plan: Callable[[Path, list[int]], Launch]
+    is_ready: Callable[[Path, list[int]], bool]
+    grace_s: float
+    """Time from SIGTERM to SIGKILL."""
+    deadline_s: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Membership:
+    token: str
+    fifo: int
+
+
+_memberships: dict[Path, _Membership] = {}
+_guards: list[subprocess.Popen[bytes]] = []  # kept, so that ended guards are reaped without a ResourceWarning
+_mutex = threading.Lock()
+
+
+def _forget_after_fork() -> None:
+    """A fork must not keep its parent's server alive, nor deadlock on a lock another thread held."""
+    global _mutex
+    _mutex = threading.Lock()
+    for membership in _memberships.values():
+        os.close(membership.fifo)
+    _memberships.clear()
+    _guards.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def ensure_running(server: Server, folder: Path, *, port: int = 0) -> list[int]:
+    """Ports of the running server of ``folder``; starts it if needed. About 0.2 ms when it runs already."""
+    ports = _join(folder)
+    if ports is None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users of the machine stay out
+        with _exclusive(folder / "start.lock", deadline_s=2 * server.deadline_s):
+            ports = _wait_for_join(server, folder)
+            if ports is None:
+                ports = _start(server, folder, port)
+    if port not in (0, ports[0]):
+        raise ValueError(
+            f"{server.port_field} must be the port of the server that already runs in {folder}, got {port}, "
+            f"runs on {ports[0]}. Set {server.port_field} to 0 or {ports[0]}, or wait until its users "
+            "have ended."
+        )
+    return ports
+
+
+def _join(folder: Path) -> list[int] | None:
+    """Become a user of the running server; None if there is none, or it is on its way down."""
+    found = _discovery(folder)
+    if found is None or not _is_held(folder / "alive.lock"):
+        return None
+    with _mutex:
+        held = _memberships.get(folder)
+        if held is None or held.token != found["token"]:
+            try:
+                fifo = os.open(folder / "users.fifo", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError as error:
+                if error.errno in (errno.ENXIO, errno.ENOENT):  # no reader: the guard has ended
+                    return None
+                raise
+            again = _discovery(folder)  # order matters: open the FIFO, then read; see guard.retire
+            if again is None or again["token"] != found["token"]:
+                os.close(fifo)
+                return None
+            _admit(folder, _Membership(token=found["token"], fifo=fifo))
+    return found["ports"] if _accepts(found["ports"][0]) else None
+
+
+def _admit(folder: Path, membership: _Membership) -> None:
+    previous = _memberships.pop(folder, None)
+    if previous is not None:
+        os.close(previous.fifo)
+    _memberships[folder] = membership
+
+
+def _wait_for_join(server: Server, folder: Path) -> list[int] | None:
+    """Join, or wait for a server that is going down to be gone (then None: the caller starts one)."""
+    end = time.monotonic() + server.deadline_s
+    while time.monotonic() < end:
+        ports = _join(folder)
+        if ports is not None or not _is_held(folder / "alive.lock"):
+            return ports
+        time.sleep(POLL_S)
+    raise RuntimeError(
+        f"{server.name} in {folder} must answer or end within {server.deadline_s:.0f} s, got neither. "
+        f"Another machine or a hung process holds {folder / 'alive.lock'}: `fuser "
+        f"{folder / 'alive.lock'}` names it."
+    )
+
+
+def _start(server: Server, folder: Path, port: int) -> list[int]:
+    ports = _choose_ports(server, folder, port)
+    launch = server.plan(folder, ports)
+    log = folder / "server.log"
+    if log.exists():
+        log.replace(folder / "server.log.1")
+    fifo = _start_guard(server, folder, launch)
+    try:
+        _wait_until_ready(server, folder, ports)
+        token = uuid.uuid4().hex
+        record = {"token": token, "ports": ports, "guard": _guards[-1].pid, "started": time.time()}
+        _write_atomically(folder / "server.json", json.dumps(record))
+        _write_atomically(folder / "last_port", str(ports[0]))
+    except BaseException:  # Ctrl-C as well: the guard then stops the server
+        os.close(fifo)
+        raise
+    with _mutex:
+        _admit(folder, _Membership(token=token, fifo=fifo))
+    return ports
+
+
+def _start_guard(server: Server, folder: Path, launch: Launch) -> int:
+    """Start the guard, which starts the server; returns this process's writing end of the FIFO."""
+    path = folder / "users.fifo"
+    path.unlink(missing_ok=True)
+    os.mkfifo(path, 0o600)
+    spec = {
+        "argv": launch.argv,
+        "env": {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(folder), **launch.env},
+        "cwd": str(folder),
+        "lock": str(folder / "alive.lock"),
+        "discovery": str(folder / "server.json"),
+        "leftovers": launch.leftovers,
+        "grace_s": server.grace_s,
+    }
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(reader, "rb") as stdin, (folder / "server.log").open("ab") as log:
+        _guards[:] = [guard for guard in _guards if guard.poll() is None]
+        guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(GUARD), json.dumps(spec)],
+            stdin=stdin,
+            stdout=log,
+            stderr=log,
+            cwd=folder,
+            start_new_session=True,
+        )
+    _guards.append(guard)
+    return writer
+
+
+def _wait_until_ready(server: Server, folder: Path, ports: list[int]) -> None:
+    end = time.monotonic() + server.deadline_s
+    while not server.is_ready(folder, ports):
+        ended = _guards[-1].poll() is not None
+        if ended or time.monotonic() > end:
+            lines = (folder / "server.log").read_text(errors="replace").splitlines()[-15:]
+            got = "it ended" if ended else "no answer"
+            raise RuntimeError(
+                f"{server.name} in {folder} must answer on {HOST}:{ports[0]} within "
+                f"{server.deadline_s:.0f} s, "
+                f"got: {got}. Last lines of {folder / 'server.log'}:\n" + "\n".join(lines)
+            )
+        time.sleep(POLL_S)
+
+
+def _choose_ports(server: Server, folder: Path, port: int) -> list[int]:
+    if port and not _is_free(port):
+        raise ValueError(
+            f"{server.port_field} {port} is in use by another process; the embedded {server.name} in "
+            f"{folder} must "
+            f"have a free port. Set {server.port_field} to 0 (any free port), or end the process that "
+            f"`ss -ltnp 'sport = :{port}'` names."
+        )
+    last = folder / "last_port"
+    wanted = port or (int(last.read_text()) if last.exists() else 0)
+    ports = [wanted] if wanted and _is_free(wanted) else []
+    while len(ports) < server.num_ports:
+        # SystemRandom: a campaign that seeds the global generator would choose the same ports in every
+        # process
+        candidate = random.SystemRandom().randrange(*PORT_RANGE)
+        if candidate not in ports and _is_free(candidate):
+            ports.append(candidate)
+    return ports
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # a connection in TIME_WAIT does not count
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _accepts(port: int) -> bool:
+    try:
+        socket.create_connection((HOST, port), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _discovery(folder: Path) -> dict | None:
+    try:
+        return json.loads((folder / "server.json").read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a guard or server holds the lock. Tried shared, so that two lookers do not see each other."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path, *, deadline_s: float) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        end = time.monotonic() + deadline_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise RuntimeError(
+                        f"{path} must be free within {deadline_s:.0f} s, got: held by another process "
+                        "that starts "
+                        f"the server. `fuser {path}` names it."
+                    ) from None
+                time.sleep(POLL_S)
+        try:
+            yield
+        finally:
+            fcntl.flock(
+                fd, fcntl.LOCK_UN
+            )  # not only close: a concurrent fork may hold a copy of the descriptor
+    finally:
+        os.close(fd)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text)
+    temporary.replace(path)

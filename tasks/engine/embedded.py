@@ -1,0 +1,123 @@
+"""The rollout engine for machines without a GPU: the trainer's own model code with a key-value cache.
+
+Shape key: P prompts, B sequences still being decoded, L prompt positions (left-padded), V vocabulary.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from tasks.engine.protocol import Completion, Request, SamplingParams
+from tasks.engine.sampling import sample, uniforms
+from tasks.policy.dispatch import LocalDispatcher
+from tasks.policy.model import load_policy
+
+
+class EmbeddedEngine:
+    """Batched sampling; prompts are prefetched once for all their samples, finished rows leave the batch."""
+
+    def __init__(self, *, batch_size: int, dtype: torch.dtype = torch.float32):
+        self.batch_size, self.dtype = batch_size, dtype
+        self.model: torch.nn.Module | None = None
+        self.version: int | None = None
+
+    def load(self, folder: Path, version: int) -> None:
+        self.model, self.version = None, None
+        self.model = load_policy(folder, dispatcher=LocalDispatcher(), dtype=self.dtype).eval()
+        self.version = version
+
+    def describe(self) -> str:
+        return f"embedded (transformers, key-value cache, {self.dtype}, batches of {self.batch_size})"
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
+        if self.model is None:
+            raise RuntimeError("the engine must load a policy version before it generates; call load first.")
+        completions: list[list[Completion]] = []
+        for batch in _batches(requests, self.batch_size):
+            completions += _generate_batch(self.model, batch, params)
+        return completions
+
+
+def _batches(requests: Sequence[Request], batch_size: int) -> list[list[Request]]:
+    """Consecutive requests whose samples fill at most ``batch_size`` rows; at least one request each."""
+    batches: list[list[Request]] = [[]]
+    rows = 0
+    for request in requests:
+        if batches[-1] and rows + len(request.seeds) > batch_size:
+            batches.append([])
+            rows = 0
+        batches[-1].append(request)
+        rows += len(request.seeds)
+    return [batch for batch in batches if batch]
+
+
+def _generate_batch(
+    model: torch.nn.Module, requests: Sequence[Request], params: SamplingParams
+) -> list[list[Completion]]:
+    copies = [len(request.seeds) for request in requests]
+    seeds = np.array([seed for request in requests for seed in request.seeds], dtype=np.uint64)
+    state = _Decoding(model, requests, copies)
+    tokens: list[list[int]] = [[] for _ in seeds]
+    logprobs: list[list[float]] = [[] for _ in seeds]
+    stop = torch.tensor(sorted(params.stop_ids))
+    alive = torch.arange(len(seeds))  # the row of the batch -> the sample it belongs to
+    for step in range(params.max_new_tokens):
+        token_B, logprob_B = sample(
+            state.logits_BV, uniforms(seeds[alive.numpy()], step), temperature=params.temperature, top_p=params.top_p
+        )
+        for row, token, logprob in zip(alive.tolist(), token_B.tolist(), logprob_B.tolist(), strict=True):
+            tokens[row].append(token)
+            logprobs[row].append(min(logprob, 0.0))
+        goes_on = ~torch.isin(token_B, stop)
+        if step + 1 == params.max_new_tokens or not goes_on.any():
+            break
+        kept = goes_on.nonzero().squeeze(1)
+        alive = alive[kept]
+        state.advance(token_B, kept)
+    flat = [
+        Completion(
+            response_ids=ids, logprobs=values, finish_reason="stop" if ids[-1] in params.stop_ids else "length"
+        )
+        for ids, values in zip(tokens, logprobs, strict=True)
+    ]
+    rows = iter(flat)
+    return [[next(rows) for _ in range(count)] for count in copies]
+
+
+class _Decoding:
+    """The cache, mask and last logits of the rows that are still being decoded."""
+
+    def __init__(self, model: torch.nn.Module, requests: Sequence[Request], copies: list[int]):
+        length = max(len(request.prompt_ids) for request in requests)
+        input_PL = torch.zeros(len(requests), length, dtype=torch.long)
+        mask_PL = torch.zeros(len(requests), length, dtype=torch.long)
+        for row, request in enumerate(requests):
+            input_PL[row, length - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+            mask_PL[row, length - len(request.prompt_ids) :] = 1
+        self.model, self.cache = model, DynamicCache()
+        position_PL = (mask_PL.cumsum(dim=1) - 1).clamp_(min=0)
+        logits_PV = self._forward(input_PL, mask_PL, position_PL)
+        owner_B = torch.repeat_interleave(torch.arange(len(requests)), torch.tensor(copies))
+        self.cache.batch_select_indices(owner_B)
+        self.logits_BV, self.mask_BL = logits_PV[owner_B], mask_PL[owner_B]
+
+    def advance(self, token_B: Tensor, kept: Tensor) -> None:
+        """Append a token to each row of ``kept``; the others leave the batch."""
+        if len(kept) < len(token_B):
+            self.cache.batch_select_indices(kept)
+        mask_BL = self.mask_BL[kept]
+        self.mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(kept), 1)], dim=1)
+        position_B1 = self.mask_BL.sum(dim=1, keepdim=True) - 1
+        self.logits_BV = self._forward(token_B[kept, None], self.mask_BL, position_B1)
+
+    def _forward(self, input_BL: Tensor, mask_BL: Tensor, position_BL: Tensor) -> Tensor:
+        output = self.model(
+            input_ids=input_BL, attention_mask=mask_BL, position_ids=position_BL,
+            past_key_values=self.cache, use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+        return output.logits[:, -1]

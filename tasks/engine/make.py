@@ -1,0 +1,39 @@
+"""The engine and the distribution that a configuration names."""
+
+import json
+from pathlib import Path
+
+from tasks.config import RolloutConfig
+from tasks.engine.protocol import Engine, SamplingParams
+
+
+def make_engine(config: RolloutConfig, *, dtype: str) -> Engine:
+    """The configured engine, and no other: there is no fallback."""
+    import torch
+
+    from tasks.engine.embedded import EmbeddedEngine
+
+    return EmbeddedEngine(batch_size=config.batch_size, dtype=getattr(torch, dtype))
+
+
+def sampling_params(config: RolloutConfig, folder: Path, *, greedy: bool = False) -> SamplingParams:
+    """The configured distribution, with every end-of-sequence id of the policy in ``folder``."""
+    return SamplingParams(
+        max_new_tokens=config.max_new_tokens,
+        temperature=0.0 if greedy else config.temperature,
+        top_p=config.top_p,
+        stop_ids=stop_ids(folder),
+    )
+
+
+def stop_ids(folder: Path) -> frozenset[int]:
+    """All end-of-sequence ids of ``generation_config.json``, else of ``config.json``; none is an error."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if value is not None:
+            return frozenset(value if isinstance(value, list) else [value])
+    raise ValueError(
+        f"{folder} must name an eos_token_id in generation_config.json or config.json, got none. "
+        "Without one no response would ever end; add it to the checkpoint."
+    )

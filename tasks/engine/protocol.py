@@ -1,0 +1,58 @@
+"""What a rollout engine does: token ids in, token ids and their log-probabilities out.
+
+Every engine passes the same tests (``tests/test_engine.py``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """The distribution to sample from and where to stop; log-probabilities are those of this distribution."""
+
+    max_new_tokens: int
+    temperature: float
+    """0 = greedy; the log-probability is then that of the untempered distribution."""
+    top_p: float
+    stop_ids: frozenset[int]
+    """All end-of-sequence ids of the policy. The stop token is part of the response: the policy chose it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Samples of one prompt; one per seed. The seed alone decides a sample's randomness, not its neighbours."""
+
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    response_ids: list[int]
+    logprobs: list[float]
+    """One value a response token, of the distribution that was sampled."""
+    finish_reason: Literal["stop", "length", "abort"]
+
+
+class Engine(Protocol):
+    """Loads one policy version at a time and refuses to generate without one."""
+
+    @property
+    def version(self) -> int | None:
+        """The version whose weights are loaded; None before the first ``load``."""
+        ...
+
+    def load(self, folder: Path, version: int) -> None:
+        """Adopt the weights of a Hugging Face folder as ``version``; on an error no version is loaded."""
+        ...
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
+        """Completions in the order of the requests and of their seeds."""
+        ...
+
+    def describe(self) -> str:
+        """What runs, for the report."""
+        ...

@@ -1,0 +1,63 @@
+"""Rollout groups in, scored groups out."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tasks.environments.protocol import Environment, Outcome
+from tasks.experience.records import Group
+from tasks.schema import RolloutFrame, ScoredFrame, from_bytes, make_frame, to_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def score_groups(
+    taken: Sequence[tuple[str, Group]], environment: Environment, tokenizer: "PreTrainedTokenizerFast"
+) -> list[tuple[str, Group]]:
+    """Verify the samples of some groups; handles and group ids stay as they are."""
+    frame = from_bytes(*(group.payload for _, group in taken), schema=RolloutFrame)
+    rows = [_scored(row, environment, tokenizer) for row in frame.rows(named=True)]
+    scored = make_frame(rows, ScoredFrame)  # validated once, stored a group at a time
+    result, first = [], 0
+    for handle, group in taken:
+        payload = to_bytes(scored.slice(first, group.num_samples))
+        result.append((handle, Group(group_id=group.group_id, num_samples=group.num_samples, payload=payload)))
+        first += group.num_samples
+    return result
+
+
+def judge(
+    environment: Environment,
+    tokenizer: "PreTrainedTokenizerFast",
+    *,
+    prompt_id: str,
+    response_ids: list[int],
+    finish_reason: str,
+) -> Outcome:
+    """The verifier's outcome; a verifier that crashed is a failure with a reason, never a reward of 0."""
+    is_finished = finish_reason == "stop"
+    response = str(tokenizer.decode(response_ids))
+    response = response.removesuffix(str(tokenizer.eos_token)) if is_finished else response
+    try:
+        return environment.verify(prompt_id, response, is_finished=is_finished)
+    except Exception as error:
+        return Outcome(kind="failure", reason=f"{type(error).__name__}: {error}")
+
+
+def _scored(
+    row: dict[str, Any], environment: Environment, tokenizer: "PreTrainedTokenizerFast"
+) -> dict[str, Any]:
+    outcome = judge(
+        environment,
+        tokenizer,
+        prompt_id=row["prompt_id"],
+        response_ids=row["response_ids"],
+        finish_reason=row["finish_reason"],
+    )
+    return {
+        **row,
+        "outcome": outcome.kind,
+        "reward": outcome.reward,
+        "is_exact": outcome.is_exact,
+        "reason": outcome.reason,
+    }

@@ -1,0 +1,31 @@
+"""Held-out score of a version, greedy and sampled; stored with the version's number."""
+
+import time
+
+from flytekit import task
+
+from tasks import placement
+from tasks.records import CampaignRun, Evaluation, PolicyVersion
+from tasks.session import OPTIMIZER, run_store, say
+
+
+@task(**placement.ROLLOUT.task_arguments())
+def evaluate(run: CampaignRun, policy: PolicyVersion) -> Evaluation:
+    """Exact match and reward on the environment's held-out prompts, none of which is ever trained on."""
+    from tasks.engine.evaluation import held_out_score
+
+    start, store = time.monotonic(), run_store(run)
+    key = f"evaluations/{policy.version:06d}-{run.config.digest()}.json"
+    if known := store.find_object(key):
+        return Evaluation.model_validate_json(known)
+    manifest = store.manifest(policy)
+    folder = store.pull(policy, without=OPTIMIZER)
+    evaluation = held_out_score(run, folder, policy.version, iteration=manifest.iteration)
+    evaluation = evaluation.model_copy(update={"seconds": time.monotonic() - start})
+    store.put_object(key, evaluation.model_dump_json().encode())
+    say(
+        "evaluate",
+        f"v{policy.version} held-out exact match {evaluation.exact_sampled:.3f} sampled, "
+        f"{evaluation.exact_greedy:.3f} greedy on {evaluation.num_prompts} prompts, {evaluation.seconds:.1f} s",
+    )
+    return evaluation

@@ -1,0 +1,109 @@
+"""One Valkey server: reconnecting within a deadline, waiting for room, refusing unfit servers."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import valkey
+from valkey.backoff import NoBackoff
+from valkey.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    ConnectionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    TimeoutError,
+)
+from valkey.retry import Retry
+
+from tasks.experience import scripts
+from tasks.experience.errors import BufferFull, BufferUnreachable, ServerUnfit
+
+_TRANSIENT = (ConnectionError, TimeoutError, ReadOnlyError)
+# ConnectionErrors to the client, but waiting is no cure.
+_PERMANENT = (AuthenticationError, AuthorizationError)
+_OLDEST_VERSION = 7  # before: XCLAIM hands out deleted entries, and scripts fail half-way without memory
+
+
+class Server:
+    """Safe to share between threads and to inherit over ``fork``: the client's pool notices both."""
+
+    def __init__(self, url: str, *, reconnect_seconds: float) -> None:
+        self._reconnect_seconds = reconnect_seconds
+        # The client's own retry nests (connect inside command), which squares the wait; ours has one
+        # deadline.
+        self.client: Any = valkey.Valkey.from_url(
+            url, retry=Retry(NoBackoff(), 0), socket_timeout=30.0, socket_connect_timeout=5.0
+        )
+        options = self.client.connection_pool.connection_kwargs
+        # Never the URL itself: it may hold the password.
+        self.address = options.get("path") or f"{options.get('host')}:{options.get('port')}"
+        self._scripts = {
+            name: self.client.register_script(scripts.PRELUDE + text) for name, text in scripts.ALL.items()
+        }
+
+    def call(self, command: Callable[[], Any]) -> Any:
+        """Run ``command``, again after a lost connection, a restart or a failover, until one deadline.
+
+        Only for commands that may run twice: the server may have done what it could not answer.
+        """
+        deadline = time.monotonic() + self._reconnect_seconds
+        pause = 0.02
+        while True:
+            try:
+                return command()
+            except _TRANSIENT as error:
+                if isinstance(error, _PERMANENT):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise BufferUnreachable(
+                        f"the Valkey server at {self.address} must answer within "
+                        f"{self._reconnect_seconds:g} s, got {type(error).__name__}: {error}. "
+                        "Check that it runs and that this host may reach it."
+                    ) from error
+                if isinstance(error, ReadOnlyError):  # demoted: only a new connection finds the new primary
+                    self.client.connection_pool.disconnect()
+            time.sleep(pause)
+            pause = min(pause * 2, 0.5)
+
+    def read(self, command: str, *arguments: Any) -> Any:
+        return self.call(lambda: getattr(self.client, command)(*arguments))
+
+    def run(self, script: str, keys: Sequence[str], argv: Sequence[Any]) -> Any:
+        return self.call(lambda: self._scripts[script](keys=keys, args=argv))
+
+    def when_room(self, what: str, attempt: Callable[[], Any], *, timeout_seconds: float) -> Any:
+        """Call ``attempt`` until it gives a value. None, or a server out of memory, means "full, wait"."""
+        deadline = time.monotonic() + timeout_seconds
+        pause = 0.01
+        while True:
+            cause = "more than capacity_bytes waiting for a scorer"
+            try:
+                if (value := attempt()) is not None:
+                    return value
+            except OutOfMemoryError as error:
+                cause = str(error)
+            if time.monotonic() >= deadline:
+                raise BufferFull(
+                    f"{what} must find room within {timeout_seconds:g} s, got {cause}. Check that scorers "
+                    "run beside the workers and that trained iterations are dropped, or raise "
+                    "buffer.capacity_bytes or the server's maxmemory."
+                )
+            time.sleep(pause)
+            pause = min(pause * 2, 0.25)
+
+    def check(self) -> None:
+        """Refuse a server that may evict experience or that lacks the semantics the scripts rely on."""
+        info = self.read("info")
+        # valkey_version is its own; redis_version is the Redis that it imitates, 7.2.4 for ever.
+        version = str(info.get("valkey_version") or info["redis_version"])
+        if int(version.split(".")[0]) < _OLDEST_VERSION:
+            raise ServerUnfit(
+                f"the server at {self.address} must be version {_OLDEST_VERSION} or newer, got {version}. "
+                "Upgrade it."
+            )
+        if (policy := info["maxmemory_policy"]) != "noeviction":
+            raise ServerUnfit(
+                f"maxmemory-policy of the server at {self.address} must be noeviction, got {policy}, which "
+                "may drop samples silently. Set it in the server's configuration or parameter group."
+            )

@@ -1,0 +1,216 @@
+"""Send each token to the ranks that own its experts, and bring the results back.
+
+Shape key: T tokens of this rank, K selections a token, D features, W ranks, S (token, rank) pairs sent,
+R rows received. A token travels once to a rank however many of that rank's experts it selected.
+
+All calls are collective: every rank must make equally many, also with zero tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tasks.policy.permute import Placement, gather_rows, invert, sum_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dispatched:
+    """Rows that reached this rank, one a (token, destination rank).
+
+    A token that selected local experts 2 and 0 here, and one expert elsewhere:
+        expert_RK = [2, -1, 0]    weight_RK = [0.5, (unspecified), 0.3]
+    """
+
+    x_RD: Tensor
+    expert_RK: Tensor
+    """Local expert numbers; -1 where the selection belongs to another rank or is none."""
+    weight_RK: Tensor
+    """Routing weights; unspecified where ``expert_RK`` is -1, so select with ``where``, never multiply."""
+    handle: Any
+    """What ``combine`` needs to find the way back."""
+
+
+class Dispatcher(Protocol):
+    """Exchange of tokens between the ranks that hold disjoint experts, in contiguous blocks by rank."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def dispatch(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Dispatched:
+        """Send tokens out by global expert number; -1 is no selection."""
+        ...
+
+    def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
+        """Sum the rows of each token at its source; the caller has applied the weights."""
+        ...
+
+    def describe(self) -> str:
+        """What is in use, for the report of a run."""
+        ...
+
+
+class LocalDispatcher:
+    """One rank owns every expert, so nothing travels and a token without selections keeps its row."""
+
+    num_ranks = 1
+    rank = 0
+
+    def dispatch(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Dispatched:
+        check_inputs(x_TD, expert_TK, weight_TK, num_experts=num_experts, num_ranks=1)
+        is_sent_T = (expert_TK >= 0).any(dim=1)
+        return Dispatched(x_RD=x_TD, expert_RK=expert_TK, weight_RK=weight_TK, handle=is_sent_T)
+
+    def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
+        return torch.where(handle[:, None], y_RD, 0)
+
+    def describe(self) -> str:
+        return "local, 1 rank"
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    placement: Placement  # of the sent copies among this rank's tokens; a place is a destination rank
+    sent_W: list[int]
+    received_W: list[int]
+
+
+class AllToAllDispatcher:
+    """Reference exchange over ``torch.distributed`` (gloo or NCCL): rows, expert numbers, weights, counts."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.num_ranks = group.size()
+        self.rank = group.rank()
+
+    def dispatch(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Dispatched:
+        check_inputs(x_TD, expert_TK, weight_TK, num_experts=num_experts, num_ranks=self.num_ranks)
+        experts_per_rank = num_experts // self.num_ranks
+        # floor division keeps -1 (no selection) out of every rank's block
+        owner_TK = torch.div(expert_TK, experts_per_rank, rounding_mode="floor")
+        route = self._route(owner_TK)
+        token_S = route.placement.row_P
+        destination_S = torch.repeat_interleave(
+            torch.arange(self.num_ranks, device=token_S.device),
+            torch.tensor(route.sent_W, device=token_S.device),
+            output_size=sum(route.sent_W),
+        )
+        is_owned_SK = owner_TK[token_S] == destination_S[:, None]
+        local_SK = torch.where(is_owned_SK, expert_TK[token_S] % experts_per_rank, -1)
+        (expert_RK,) = _exchange(self.group, route.sent_W, route.received_W, local_SK)
+        x_RD, weight_RK = _Exchange.apply(
+            self.group,
+            route.sent_W,
+            route.received_W,
+            gather_rows(x_TD, route.placement),
+            # the masked copies make a weight's gradient come from its owner alone
+            torch.where(is_owned_SK, gather_rows(weight_TK, route.placement), 0),
+        )
+        return Dispatched(x_RD=x_RD, expert_RK=expert_RK, weight_RK=weight_RK, handle=route)
+
+    def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
+        (y_SD,) = _Exchange.apply(self.group, handle.received_W, handle.sent_W, y_RD)
+        return sum_rows(y_SD, handle.placement)
+
+    def describe(self) -> str:
+        return f"all_to_all over {dist.get_backend(self.group)}, {self.num_ranks} ranks"
+
+    def _route(self, owner_TK: Tensor) -> _Route:
+        """Who sends how many rows to whom; the one host synchronisation of a dispatch."""
+        num_tokens, ranks_W = owner_TK.shape[0], torch.arange(self.num_ranks, device=owner_TK.device)
+        is_sent_WT = (owner_TK[None] == ranks_W[:, None, None]).any(dim=2)
+        sent_W = is_sent_WT.sum(dim=1)
+        received_W = torch.empty_like(sent_W)
+        dist.all_to_all_single(received_W, sent_W, group=self.group)
+        num_unknown = (owner_TK >= self.num_ranks).sum()
+        *counts, unknown = torch.cat([sent_W, received_W, num_unknown[None]]).tolist()
+        if unknown:
+            raise ValueError(
+                f"expert_TK must be below num_experts, got {unknown} selections at or above it. "
+                "Check that the router and the experts come from the same configuration."
+            )
+        to_rank_S, token_S = is_sent_WT.nonzero(as_tuple=True)  # by destination, then by token
+        return _Route(
+            placement=invert(token_S * self.num_ranks + to_rank_S, num_tokens, self.num_ranks),
+            sent_W=counts[: self.num_ranks],
+            received_W=counts[self.num_ranks :],
+        )
+
+
+def make_dispatcher(
+    name: Literal["local", "all_to_all"], group: dist.ProcessGroup | None = None
+) -> Dispatcher:
+    """The dispatcher of that name over the expert-parallel group (None is one rank); never another one."""
+    num_ranks = group.size() if group is not None else 1
+    if name == "local":
+        if num_ranks > 1:
+            raise ValueError(
+                f"dispatcher 'local' must run on 1 expert-parallel rank, got {num_ranks}. "
+                "Use 'all_to_all', or set ep to 1."
+            )
+        return LocalDispatcher()
+    if name == "all_to_all":
+        if group is None:
+            raise ValueError(
+                "dispatcher 'all_to_all' must be given a process group, got None. "
+                "Start the ranks with torchrun, or use 'local' on one rank."
+            )
+        return AllToAllDispatcher(group)
+    raise ValueError(f"dispatcher must be one of ['local', 'all_to_all'], got {name!r}.")
+
+
+def experts_per_rank(num_experts: int, num_ranks: int) -> int:
+    """Size of a rank's contiguous block of experts."""
+    if num_experts % num_ranks:
+        choices = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
+        raise ValueError(
+            f"num_experts ({num_experts}) must be a multiple of the expert-parallel size ({num_ranks}); "
+            f"choose one of {choices}."
+        )
+    return num_experts // num_ranks
+
+
+def check_inputs(
+    x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, *, num_experts: int, num_ranks: int
+) -> None:
+    """What every dispatcher demands of a call; reads shapes only, so it costs no synchronisation."""
+    experts_per_rank(num_experts, num_ranks)
+    if expert_TK.shape != weight_TK.shape or expert_TK.shape[:1] != x_TD.shape[:1] or x_TD.dim() != 2:
+        raise ValueError(
+            "x_TD, expert_TK and weight_TK must agree on tokens T and selections K, got "
+            f"{tuple(x_TD.shape)}, {tuple(expert_TK.shape)} and {tuple(weight_TK.shape)}. "
+            "Flatten batch and sequence to one token axis first."
+        )
+    if expert_TK.dtype != torch.int64:
+        raise ValueError(f"expert_TK must be int64, got {expert_TK.dtype}. Convert the router's indices.")
+
+
+def _exchange(
+    group: dist.ProcessGroup, sent_W: list[int], received_W: list[int], *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    received = tuple(t.new_empty((sum(received_W), *t.shape[1:])) for t in tensors)
+    for out, tensor in zip(received, tensors, strict=True):
+        dist.all_to_all_single(out, tensor.contiguous(), received_W, sent_W, group=group)
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    """One node for all tensors of an exchange: every rank's backward makes the same calls in one order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, sent_W: list[int], received_W: list[int], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.route = group, received_W, sent_W
+        return _exchange(group, sent_W, received_W, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *_exchange(*ctx.route, *grads)

@@ -1,0 +1,144 @@
+"""Expert parallelism for transformers' mixture-of-experts modules, without touching a model's code.
+
+Transformers keeps a layer's experts in one module with three-dimensional parameters and looks its forward up
+in ``ALL_EXPERTS_FUNCTIONS``. ``attach_dispatcher`` slices those parameters to this rank's block of experts
+and selects the function registered here; the routers stay as they are and speak of global expert numbers.
+
+Shape key: R rows received, K selections a row, D features, P (row, expert) pairs sorted by expert, e experts
+of this rank, I and O the inputs and outputs of a projection, H the width inside an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from tasks.policy.dispatch import Dispatcher, experts_per_rank
+from tasks.policy.permute import gather_rows, invert, sum_rows
+
+IMPLEMENTATION = "expert_parallel"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertShard:
+    """The contiguous block of global experts that this rank holds of one layer."""
+
+    start: int
+    count: int
+    num_experts: int
+
+
+def attach_dispatcher(model: PreTrainedModel, dispatcher: Dispatcher) -> None:
+    """Keep this rank's experts only, and let every experts module exchange tokens through ``dispatcher``.
+
+    Call once, on a model that holds every expert (or on the meta device), before making the optimizer.
+    """
+    modules = dict(experts_modules(model))
+    if not modules:
+        raise ValueError(
+            f"model must have experts modules that transformers can dispatch, got {type(model).__name__} "
+            "without any. Use a mixture-of-experts checkpoint that transformers supports natively."
+        )
+    for name, module in modules.items():
+        if hasattr(module, "expert_shard"):
+            raise ValueError(
+                f"{name} must hold every expert, got a module with a dispatcher attached already."
+            )
+        num_experts = next(module.parameters(recurse=False)).shape[0]
+        count = experts_per_rank(num_experts, dispatcher.num_ranks)
+        shard = ExpertShard(start=dispatcher.rank * count, count=count, num_experts=num_experts)
+        for leaf, param in list(module.named_parameters(recurse=False)):
+            assert param.shape[0] == num_experts, f"{name}.{leaf} is not stacked by expert: {param.shape}"
+            # the clone lets go of the storage of the other ranks' experts
+            local = param.detach()[shard.start : shard.start + count].clone()
+            setattr(module, leaf, nn.Parameter(local, requires_grad=param.requires_grad))
+        module.expert_shard = shard
+        module.dispatcher = dispatcher
+        module.expert_load_e = torch.zeros(count, dtype=torch.int64)
+    model.set_experts_implementation(IMPLEMENTATION)
+
+
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules (of any class) that transformers' ``use_experts_implementation`` has marked."""
+    for name, module in model.named_modules():
+        if hasattr(module, "is_transposed") and hasattr(module, "_apply_gate"):
+            yield name, module
+
+
+def expert_shards(model: nn.Module) -> dict[str, ExpertShard]:
+    """The parameters that are stacks of this rank's experts; all others are the same on every rank."""
+    shards = {}
+    for name, module in experts_modules(model):
+        for leaf, param in module.named_parameters(recurse=False):
+            whole = ExpertShard(start=0, count=param.shape[0], num_experts=param.shape[0])
+            shards[f"{name}.{leaf}"] = getattr(module, "expert_shard", whole)
+    return shards
+
+
+def take_expert_load(model: nn.Module) -> dict[str, Tensor]:
+    """Rows each local expert computed since the last call, by experts module; resets them."""
+    loads = {}
+    for name, module in experts_modules(model):
+        loads[name] = module.expert_load_e
+        module.expert_load_e = torch.zeros_like(loads[name])
+    return loads
+
+
+def expert_parallel_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Transformers' experts interface: route out, compute the local experts, bring back."""
+    sent = self.dispatcher.dispatch(
+        hidden_states, top_k_index, top_k_weights, num_experts=self.expert_shard.num_experts
+    )
+    y_RD = local_experts(self, sent.x_RD, sent.expert_RK, sent.weight_RK)
+    return self.dispatcher.combine(y_RD, sent.handle)
+
+
+def local_experts(experts: Any, x_RD: Tensor, expert_RK: Tensor, weight_RK: Tensor) -> Tensor:
+    """Weighted sum of each row's local experts; zero for a row without one."""
+    num_rows, num_places = expert_RK.shape
+    count = experts.expert_shard.count
+    is_local = expert_RK.flatten() >= 0
+    # Stable, so a pair's place among its expert's rows, and with it every sum, does not vary from run to run.
+    sorted_expert, order = torch.where(is_local, expert_RK.flatten(), count).sort(stable=True)
+    end_e = torch.searchsorted(
+        sorted_expert, torch.arange(count, device=x_RD.device), right=True, out_int32=True
+    )
+    num_pairs, num_selected = torch.stack([end_e[-1], is_local.sum()]).tolist()
+    if num_pairs != num_selected:
+        raise ValueError(
+            f"local expert numbers must be below {count}, got {num_selected - num_pairs} selections above. "
+            "Check that the router and the experts come from the same configuration."
+        )
+    # Only real pairs go on: grouped_mm leaves rows past its last offset uninitialised, and 0 * nan is nan.
+    cell_P, expert_P = order[:num_pairs], sorted_expert[:num_pairs]
+    placement = invert(cell_P, num_rows, num_places)
+    load_e = torch.diff(end_e, prepend=end_e.new_zeros(1))
+    experts.expert_load_e = experts.expert_load_e.to(load_e.device) + load_e
+
+    x_PD = gather_rows(x_RD, placement)
+    if experts.has_gate:
+        h_PH = experts._apply_gate(_grouped_linear(experts, "gate_up_proj", x_PD, end_e, expert_P))
+    else:
+        h_PH = experts.act_fn(_grouped_linear(experts, "up_proj", x_PD, end_e, expert_P))
+    y_PD = _grouped_linear(experts, "down_proj", h_PH, end_e, expert_P)
+    y_PD = y_PD * weight_RK.flatten()[cell_P, None]
+    return sum_rows(y_PD, placement).to(x_RD.dtype)
+
+
+def _grouped_linear(experts: Any, leaf: str, x_PI: Tensor, end_e: Tensor, expert_P: Tensor) -> Tensor:
+    weight = getattr(experts, leaf)
+    weight_eIO = weight if experts.is_transposed else weight.transpose(1, 2)
+    y_PO = F.grouped_mm(x_PI, weight_eIO, offs=end_e)
+    return y_PO + getattr(experts, f"{leaf}_bias")[expert_P] if experts.has_bias else y_PO
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_parallel_forward)

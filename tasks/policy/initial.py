@@ -1,0 +1,64 @@
+"""Version 0 of a campaign."""
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.artifacts.manifest import Manifest
+from tasks.policy import weights
+from tasks.policy.dispatch import LocalDispatcher
+from tasks.policy.model import build_random, load_policy
+from tasks.policy.tokenizer import character_tokenizer, load_tokenizer, prompt_ids
+from tasks.records import CampaignRun
+from tasks.session import run_environment
+
+if TYPE_CHECKING:
+    from tasks.artifacts.store import PolicyStore
+
+
+def initial_manifest(store: "PolicyStore", run: CampaignRun) -> Manifest:
+    """Store the files of version 0 and describe them; checks that the policy can read the environment's prompts."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(run.config.model.folder) if run.config.model.folder else _random_policy(run, Path(name))
+        _require_matching_vocabulary(folder, run)
+        model = load_policy(folder, dispatcher=LocalDispatcher())
+        files = {path.name: store.put_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
+        return Manifest(
+            campaign=run.campaign,
+            version=0,
+            parent=None,
+            kind="init",
+            iteration=0,
+            files=files,
+            tensor_digest=weights.tensor_digest(weights.disk_tensors(model)),
+            config_digest=run.config.digest(),
+            code_revision=run.code_revision,
+        )
+
+
+def _random_policy(run: CampaignRun, folder: Path) -> Path:
+    shape, tokenizer = run.config.model.random, character_tokenizer()
+    model = build_random(
+        **shape.model_dump(),
+        vocab_size=len(tokenizer),
+        seed=run.config.seed,
+        eos_token_id=int(tokenizer.eos_token_id),
+        pad_token_id=int(tokenizer.pad_token_id),
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _require_matching_vocabulary(folder: Path, run: CampaignRun) -> None:
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").exists():
+        raise ValueError(f"model.folder must be a Hugging Face checkpoint with a config.json, got {folder}.")
+    tokenizer, size = load_tokenizer(folder), AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    if len(tokenizer) > size:
+        raise ValueError(
+            f"the policy's vocab_size must cover its tokenizer, got vocab_size={size} and {len(tokenizer)} tokens in "
+            f"{folder}. Use the tokenizer the policy was trained with."
+        )
+    prompt_ids(tokenizer, run_environment(run).train_prompt(0).text)

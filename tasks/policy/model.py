@@ -1,0 +1,228 @@
+"""Build a small random policy, or load a Hugging Face checkpoint with each rank's own experts only."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
+
+from tasks.policy.dispatch import Dispatcher
+from tasks.policy.experts import attach_dispatcher
+from tasks.policy.names import Piece, disk_pieces, stored_tensors
+
+
+def build_random(
+    family: Literal["qwen3_moe", "deepseek_v3"],
+    *,
+    vocab_size: int,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_experts: int,
+    experts_per_token: int,
+    expert_width: int,
+    seed: int,
+    eos_token_id: int,
+    pad_token_id: int,
+) -> PreTrainedModel:
+    """A float32 model with every expert and random weights; the same seed gives the same bits."""
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "intermediate_size": expert_width * experts_per_token,
+        "moe_intermediate_size": expert_width,
+        "num_experts_per_tok": experts_per_token,
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+    }
+    if family == "qwen3_moe":
+        common["head_dim"] = head_dim
+        config = Qwen3MoeConfig(
+            **common,
+            num_experts=num_experts,
+            norm_topk_prob=True,
+            tie_word_embeddings=True,
+        )
+    elif family == "deepseek_v3":
+        config = _deepseek_config(common, head_dim=head_dim, num_experts=num_experts)
+    else:
+        raise ValueError(f"family must be one of ['qwen3_moe', 'deepseek_v3'], got {family!r}.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _from_config(config, torch.float32)
+
+
+def _deepseek_config(common: dict[str, Any], *, head_dim: int, num_experts: int) -> DeepseekV3Config:
+    num_heads, num_kv_heads = common["num_attention_heads"], common["num_key_value_heads"]
+    if num_kv_heads != num_heads:
+        raise ValueError(
+            "num_kv_heads must equal num_heads for deepseek_v3 (latent attention shares no heads), "
+            f"got num_kv_heads={num_kv_heads}, num_heads={num_heads}. Set both to {num_heads}."
+        )
+    # Group-limited routing where a group is large enough for it: two groups, one of them chosen.
+    has_groups = num_experts % 2 == 0 and num_experts // 2 >= max(2, common["num_experts_per_tok"])
+    return DeepseekV3Config(
+        **common,
+        qk_nope_head_dim=head_dim // 2,
+        qk_rope_head_dim=head_dim // 2,
+        v_head_dim=head_dim,
+        q_lora_rank=common["hidden_size"] // 2,
+        kv_lora_rank=common["hidden_size"] // 2,
+        n_routed_experts=num_experts,
+        n_shared_experts=1,
+        n_group=2 if has_groups else 1,
+        topk_group=1,
+        first_k_dense_replace=min(1, common["num_hidden_layers"] - 1),
+        num_mtp_layers=0,
+    )
+
+
+def load_policy(
+    folder: Path,
+    *,
+    dispatcher: Dispatcher,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """Read a safetensors folder tensor by tensor; other ranks' experts are never read nor allocated.
+
+    Every floating-point tensor becomes ``dtype``, except those that transformers pins to float32 for their
+    family (DeepSeek's routing bias, whose rounding would change which experts a token selects).
+    """
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = _from_config(config, dtype)
+    attach_dispatcher(model, dispatcher)
+    _materialise(model, dtype=dtype, device=device)
+    targets = dict(stored_tensors(model))
+    with torch.no_grad():
+        pieces = {piece.disk_name: piece for piece in disk_pieces(model)}
+        for piece, tensor in read_pieces(folder, "model", pieces, _superfluous_names(model)):
+            fill(targets[piece.model_name], piece, tensor)
+    return model.eval()
+
+
+def fill(target: Tensor, piece: Piece, tensor: Tensor) -> None:
+    """Copy a tensor from disk to its place; never broadcast."""
+    place = piece.view(target)
+    if place.shape != tensor.shape:
+        raise ValueError(
+            f"{piece.disk_name} must have the model's shape {tuple(place.shape)}, got {tuple(tensor.shape)}. "
+            "Check that config.json belongs to these weights."
+        )
+    place.copy_(tensor)
+
+
+def read_pieces(
+    folder: Path, stem: str, pieces: dict[str, Piece], is_superfluous: Callable[[str], bool]
+) -> Iterator[tuple[Piece, Tensor]]:
+    """Stream this rank's tensors of a checkpoint; a tensor too few or too many is an error naming it."""
+    found: set[str] = set()
+    for path in tensor_files(folder, stem):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                found.add(name)
+                piece = pieces.get(name)
+                if piece is None or not piece.is_local:
+                    continue
+                if (
+                    piece.shard is not None and piece.expert is None
+                ):  # all experts in one stack: read our rows
+                    start = piece.shard.start
+                    yield piece, file.get_slice(name)[start : start + piece.shard.count]
+                else:
+                    yield piece, file.get_tensor(name)
+    missing = sorted(pieces.keys() - found)
+    unexpected = sorted(name for name in found - pieces.keys() if not is_superfluous(name))
+    if missing or unexpected:
+        raise ValueError(
+            f"{folder} must hold exactly the tensors of the model, got {len(missing)} missing {missing[:8]} "
+            f"and {len(unexpected)} unexpected {unexpected[:8]}. Does config.json belong to them?"
+        )
+
+
+def tensor_files(folder: Path, stem: str) -> list[Path]:
+    """The files an index lists, or the single file of a checkpoint without one."""
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if absent := [name for name in names if not (folder / name).exists()]:
+            raise ValueError(
+                f"{index} must list files that exist, got {absent} absent. Fetch the whole folder."
+            )
+        return [folder / name for name in names]
+    if single.exists():
+        return [single]
+    raise ValueError(
+        f"{folder} must hold {index.name} or {single.name}, got neither. Point at a safetensors checkpoint."
+    )
+
+
+def _superfluous_names(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Second copies of tied weights, and what the family itself passes over (DeepSeek's prediction layer)."""
+    tied = set(model.all_tied_weights_keys)
+    patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or []]
+    return lambda name: name in tied or any(pattern.search(name) for pattern in patterns)
+
+
+def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    # Balancing is the algorithm's business: no auxiliary loss may enter the model's own output.
+    for field, off in (("output_router_logits", False), ("router_aux_loss_coef", 0.0)):
+        if hasattr(config, field):
+            setattr(config, field, off)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def _materialise(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Give every tensor of a meta-device model its memory, and the derived buffers their values."""
+    pinned = set(model._keep_in_fp32_modules_strict or [])
+    made: dict[Tensor, Tensor] = {}  # a tied parameter is one object in several modules and must stay one
+    for module_name, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for leaf, meta in tensors.items():
+                if meta is None or not meta.is_meta:
+                    continue
+                is_pinned = bool(pinned.intersection([*module_name.split("."), leaf]))
+                if meta not in made:
+                    made[meta] = _empty_like(meta, torch.float32 if is_pinned else dtype, device)
+                tensors[leaf] = made[meta]  # type: ignore[assignment]
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)  # transformers' own recipe for rotary frequencies and the like
+    for name, buffer in model.named_non_persistent_buffers():
+        if buffer.is_floating_point() and buffer.isnan().any():
+            raise ValueError(
+                f"{name} must be recomputed by transformers when a model is loaded, got no value. "
+                "This family needs its buffer added to tasks/policy/model.py."
+            )
+
+
+def _empty_like(meta: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    if isinstance(meta, nn.Parameter):
+        empty = torch.empty_like(meta, dtype=dtype, device=device)
+        return nn.Parameter(empty, requires_grad=meta.requires_grad)
+    if not meta.is_floating_point():
+        return torch.zeros_like(meta, device=device)
+    # Rotary frequencies are float32 in a model of any type. A buffer that nothing fills shows as nan.
+    dtype = torch.promote_types(meta.dtype, dtype)
+    return torch.full_like(meta, torch.nan, dtype=dtype, device=device)

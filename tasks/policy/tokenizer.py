@@ -1,0 +1,61 @@
+"""A character tokenizer for randomly initialised policies; policies from a folder bring their own."""
+
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
+CHARACTERS = string.digits + string.ascii_lowercase + " .,:;?!+-*/=()"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def character_tokenizer() -> "PreTrainedTokenizerFast":
+    """One token a character; ``<eos>`` ends an assistant turn. A character outside the vocabulary is an error."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, USER, ASSISTANT, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=None))  # pyright: ignore[reportArgumentType]
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, additional_special_tokens=[USER, ASSISTANT]
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
+    """The tokenizer of a policy folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder))
+
+
+def prompt_ids(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
+    """Token ids of one user turn with the generation prompt. Raises if the text holds an unknown token."""
+    messages = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return encode(tokenizer, str(rendered))
+
+
+def encode(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
+    """Token ids without added special tokens; refuses text that the vocabulary cannot spell."""
+    try:
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        spelled = tokenizer.decode(ids)
+    except Exception as error:  # tokenizers raises bare Exceptions
+        ids, spelled = [], str(error)
+    if spelled != text:
+        raise ValueError(
+            f"the policy's vocabulary must spell the environment's text {text!r}, got {spelled!r}. "
+            "Choose a policy whose tokenizer covers it, or another environment."
+        )
+    return ids

@@ -1,0 +1,169 @@
+"""One optimizer step over a mini-batch, on any number of ranks, with the gradient of a single process.
+
+Shape key: B sequences of a micro-batch, L tokens of the longest, V vocabulary.
+
+Expert parallelism makes every forward and backward pass a collective call: ranks must make equally many. A
+rank with fewer micro-batches than another runs empty ones, which exchange tokens and contribute nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from transformers import PreTrainedModel
+
+from tasks.policy.mesh import ParallelMesh, clip_gradients, reduce_gradients
+
+MicroBatch = Mapping[str, Tensor]
+"""``input_ids`` and ``attention_mask`` [B, L], and whatever else the loss function reads."""
+
+
+class LossFn(Protocol):
+    """A loss already divided by the global token count, and metrics that are sums over tokens."""
+
+    def __call__(
+        self, logprob_BL: Tensor, entropy_BL: Tensor, micro_batch: MicroBatch, /
+    ) -> tuple[Tensor, Mapping[str, Tensor]]: ...
+
+
+def make_optimizer(
+    model: PreTrainedModel, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> AdamW:
+    """AdamW over the trained parameters; decay applies to all of them, so leave it 0 or keep it small."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    return AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def token_logprobs_and_entropy(
+    model: PreTrainedModel, input_ids_BL: Tensor, attention_mask_BL: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each token given those before it, and entropy of the distribution it came from.
+
+    ``logprob[b, t]`` is that of ``input_ids[b, t]`` given ``input_ids[b, :t]``. Both are 0.0 where there is
+    no such prediction: at the first token of a sequence and at padding, on either side.
+    """
+    mask_BL = attention_mask_BL.bool()
+    # Counted over real tokens, so that padding on the left moves no position.
+    position_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
+    output = model(
+        input_ids=input_ids_BL,
+        attention_mask=attention_mask_BL,
+        position_ids=position_BL,
+        use_cache=False,
+    )
+    logits_BMV = output.logits[:, :-1].float() / temperature  # M = L - 1: position t predicts token t + 1
+    logprobs_BMV = torch.log_softmax(logits_BMV, dim=-1)
+    logprob_BM = logprobs_BMV.gather(-1, input_ids_BL[:, 1:, None]).squeeze(-1)
+    entropy_BM = -(logprobs_BMV.exp() * logprobs_BMV).sum(dim=-1)
+    is_predicted_BM = mask_BL[:, 1:] & mask_BL[:, :-1]
+    none_B1 = logprob_BM.new_zeros(logprob_BM.shape[0], 1)
+    return (
+        torch.cat([none_B1, torch.where(is_predicted_BM, logprob_BM, 0.0)], dim=1),
+        torch.cat([none_B1, torch.where(is_predicted_BM, entropy_BM, 0.0)], dim=1),
+    )
+
+
+def train_minibatch(
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    mesh: ParallelMesh,
+    micro_batches: Sequence[MicroBatch],
+    loss_fn: LossFn,
+    *,
+    num_global_tokens: int,
+    max_grad_norm: float,
+    temperature: float = 1.0,
+    min_micro_batches: int = 1,
+) -> dict[str, float]:
+    """Accumulate over this rank's micro-batches, reduce, clip, step; returns metrics summed over all ranks.
+
+    ``num_global_tokens`` is what ``loss_fn`` divided by; ranks that disagree on it are refused. Beside the
+    loss function's sums the metrics hold ``loss``, ``grad_norm``, ``micro_batches`` and ``skipped``: 1 when
+    loss or gradient was not finite on any rank, in which case no rank stepped.
+    """
+    num_passes = _agree_on_passes(model, mesh, len(micro_batches), num_global_tokens, min_micro_batches)
+    optimizer.zero_grad(set_to_none=True)
+    sums: dict[str, float] = {"loss": 0.0, "micro_batches": float(len(micro_batches))}
+    for index in range(num_passes):
+        if index < len(micro_batches):
+            loss, metrics = _loss(model, micro_batches[index], loss_fn, temperature)
+            _add(sums, {"loss": loss, **metrics})
+        else:
+            loss = _empty_loss(model, temperature)
+        loss.backward()
+    reduce_gradients(model, mesh)
+    grad_norm = clip_gradients(model, mesh, max_grad_norm)
+    totals = _sum_over_ranks(sums, mesh)
+    is_finite = math.isfinite(totals["loss"]) and math.isfinite(grad_norm)  # the same answer on every rank
+    if is_finite:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {**totals, "grad_norm": grad_norm, "skipped": float(not is_finite)}
+
+
+def _loss(
+    model: PreTrainedModel, micro_batch: MicroBatch, loss_fn: LossFn, temperature: float
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    logprob_BL, entropy_BL = token_logprobs_and_entropy(
+        model, micro_batch["input_ids"], micro_batch["attention_mask"], temperature
+    )
+    return loss_fn(logprob_BL, entropy_BL, micro_batch)
+
+
+def _empty_loss(model: PreTrainedModel, temperature: float) -> Tensor:
+    """A pass through every layer with weight zero, in step with the other ranks' real ones."""
+    input_ids_BL = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    logprob_BL, _ = token_logprobs_and_entropy(
+        model, input_ids_BL, torch.ones_like(input_ids_BL), temperature
+    )
+    return logprob_BL.sum() * 0.0
+
+
+def _agree_on_passes(
+    model: PreTrainedModel, mesh: ParallelMesh, num_micro_batches: int, num_global_tokens: int, minimum: int
+) -> int:
+    if num_global_tokens < 1:
+        raise ValueError(
+            f"num_global_tokens must be positive, got {num_global_tokens}. "
+            "Skip a batch in which no token is trained."
+        )
+    wanted = max(num_micro_batches, minimum)
+    if mesh.world is None:
+        return wanted
+    largest = torch.tensor([wanted, num_global_tokens, -num_global_tokens], device=model.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.world)
+    num_passes, most_tokens, least_tokens = largest.tolist()
+    if most_tokens != -least_tokens:
+        raise ValueError(
+            f"num_global_tokens must be equal on all ranks, got {-least_tokens} to {most_tokens} "
+            f"({num_global_tokens} on rank {mesh.rank}). Count those of the whole mini-batch."
+        )
+    return num_passes
+
+
+def _add(sums: dict[str, float], metrics: Mapping[str, Tensor]) -> None:
+    for name, value in metrics.items():
+        sums[name] = sums.get(name, 0.0) + value.detach().item()
+
+
+def _sum_over_ranks(sums: dict[str, float], mesh: ParallelMesh) -> dict[str, float]:
+    """By name, because a rank that ran only empty passes does not know the loss function's metrics."""
+    if mesh.world is None:
+        return sums
+    by_rank: list[dict[str, float] | None] = [None] * mesh.world_size
+    dist.all_gather_object(by_rank, sums, group=mesh.world)
+    return sum_by_name(by_rank)
+
+
+def sum_by_name(by_rank: Iterable[Mapping[str, float] | None]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for sums in by_rank:
+        for name, value in (sums or {}).items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals

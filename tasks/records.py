@@ -1,0 +1,135 @@
+"""Typed values that travel between tasks: references, counts and statistics, never token data.
+
+Shared by every task, so this file imports nothing heavy. ``PolicyVersion`` lives with the store that makes it.
+"""
+
+from pydantic import BaseModel, ConfigDict
+
+from tasks.artifacts.version import PolicyVersion
+from tasks.config import CampaignConfig
+
+__all__ = ["CampaignRun", "Candidate", "PolicyVersion", "PromptSet", "RolloutReport", "ScoreReport", "TrainBatch"]
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CampaignRun(Record):
+    """The effective configuration of one run, fixed by the first task."""
+
+    config: CampaignConfig
+    lineage: int
+    """``--fresh`` starts the next lineage of a campaign's name; earlier ones stay as they are."""
+    code_revision: str
+
+    @property
+    def campaign(self) -> str:
+        """Prefix of everything this lineage stores."""
+        return f"{self.config.name}.{self.lineage:04d}"
+
+
+class CampaignState(Record):
+    """Where a campaign stands when a run starts."""
+
+    versions: list[PolicyVersion]
+    """The newest ``max_staleness + 1`` published versions, oldest first; empty for a new campaign."""
+    iterations_done: int
+
+
+class PromptSet(Record):
+    """The work of one iteration, on the queue."""
+
+    iteration: int
+    behavior_version: int
+    """The policy version that must sample it."""
+    num_portions: int
+    num_groups: int
+    num_samples: int
+
+
+class RolloutReport(Record):
+    """What one worker did in one task."""
+
+    iteration: int
+    worker: str
+    engine: str
+    num_portions: int
+    num_samples: int
+    num_tokens: int
+    seconds: float
+    load_seconds: float
+
+
+class ScoreReport(Record):
+    """The rewards of one iteration, summed up."""
+
+    iteration: int
+    behavior_version: int
+    num_samples: int
+    num_failures: int
+    reward_mean: float
+    exact_share: float
+    finished_share: float
+    response_tokens_mean: float
+    generate_seconds: float
+    generate_load_seconds: float
+    generated_tokens: int
+    score_seconds: float
+
+
+class TrainBatch(Record):
+    """A sealed, immutable batch in the store and its ledger: every produced sample is in it or rejected with a reason."""
+
+    iteration: int
+    """-1 for a supervised warm start."""
+    objective: str
+    """``clipped_policy`` or ``supervised``."""
+    key: str
+    sha256: str
+    num_samples: int
+    behavior_version: int
+    """The version that sampled it; -1 for demonstrations."""
+    produced: int
+    rejected: dict[str, int]
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    sealed_at: float
+    """Unix time; what passes until the trainer computes is start-up."""
+
+
+class Candidate(Record):
+    """Trained weights whose shards are stored, but which are not a version yet: ``publish`` decides that."""
+
+    manifest_json: str
+    """The manifest to commit, as JSON."""
+    is_skipped: bool = False
+
+
+class CampaignSummary(Record):
+    """What a run ends with."""
+
+    campaign: str
+    version: PolicyVersion
+    iterations_done: int
+    tensor_digest: str
+    exact_sampled: float
+    exact_greedy: float
+    produced: int
+    trained: int
+    rejected: dict[str, int]
+    pending: int
+    report: str
+    """Address of the HTML report."""
+
+
+class Evaluation(Record):
+    """Held-out score of one version."""
+
+    version: int
+    iteration: int
+    num_prompts: int
+    exact_greedy: float
+    exact_sampled: float
+    reward_sampled: float
+    seconds: float

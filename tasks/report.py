@@ -1,0 +1,47 @@
+"""The end of a run: ledger asserted, report written, where everything is."""
+
+from flytekit import Deck, task
+
+from tasks import placement
+from tasks.records import CampaignRun, CampaignState, CampaignSummary
+from tasks.session import is_local_store, run_store, say, store_folder
+
+
+@task(enable_deck=True, **placement.CPU.task_arguments())
+def report(run: CampaignRun, state: CampaignState) -> CampaignSummary:
+    """Check the ledger, write metrics and report to the store (and beside it, if it is a folder), say where they are."""
+    from tasks.reporting.collect import collect
+    from tasks.reporting.page import html_page
+
+    store = run_store(run)
+    record = collect(store, run)
+    page, metrics = html_page(record, store), record.metrics_jsonl()
+    Deck("Campaign", page)
+    address = store.replace_object("report.html", page.encode())
+    store.replace_object("metrics.jsonl", metrics.encode())
+    if is_local_store(run.config):
+        folder = store_folder(run.config) / run.campaign
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.html").write_text(page)
+        (folder / "metrics.jsonl").write_text(metrics)
+        address = str(folder / "report.html")
+    print(f"\nledger of {run.campaign}: produced = trained + rejected + pending\n{record.ledger.format()}\n")
+    record.ledger.require_balanced()
+    totals, head, scores = record.ledger.totals(), record.manifests[-1], record.evaluations
+    say("summary", f"held-out exact match {scores[0].exact_sampled:.3f} -> {scores[-1].exact_sampled:.3f} (sampled), "
+        f"{scores[0].exact_greedy:.3f} -> {scores[-1].exact_greedy:.3f} (greedy)")  # fmt: skip
+    say("summary", f"version {head.version}, digest {head.tensor_digest}")
+    say("summary", f"report {address}")
+    return CampaignSummary(
+        campaign=run.campaign,
+        version=state.versions[-1],
+        iterations_done=state.iterations_done,
+        tensor_digest=head.tensor_digest,
+        exact_sampled=scores[-1].exact_sampled,
+        exact_greedy=scores[-1].exact_greedy,
+        produced=totals.produced,
+        trained=totals.trained,
+        rejected=totals.rejected,
+        pending=totals.pending,
+        report=address,
+    )

@@ -1,0 +1,101 @@
+"""Everything a report says about a lineage, read back from what it published: nothing is kept in memory between tasks."""
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tasks.artifacts.manifest import Manifest
+from tasks.experience.ledger import CampaignLedger, IterationLedger
+from tasks.records import CampaignRun, Evaluation, TrainBatch
+from tasks.session import run_buffer
+
+if TYPE_CHECKING:
+    from tasks.artifacts.store import PolicyStore
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CampaignRecord:
+    run: CampaignRun
+    manifests: list[Manifest]
+    """Ascending by version."""
+    evaluations: list[Evaluation]
+    """Ascending by version; the newest of each version."""
+    ledger: CampaignLedger
+
+    @property
+    def iterations(self) -> list[Manifest]:
+        return [manifest for manifest in self.manifests if manifest.kind == "iteration"]
+
+    def metrics_jsonl(self) -> str:
+        """One JSON object a version: identity, metrics, seconds by stage, evaluation if there is one."""
+        scores = {evaluation.version: evaluation for evaluation in self.evaluations}
+        lines = []
+        for manifest in self.manifests:
+            line: dict[str, Any] = {
+                "version": manifest.version,
+                "kind": manifest.kind,
+                "iteration": manifest.iteration - 1 if manifest.kind == "iteration" else None,
+                "tensor_digest": manifest.tensor_digest,
+                "config_digest": manifest.config_digest,
+                "code_revision": manifest.code_revision,
+                "num_samples": manifest.num_samples,
+                "metrics": manifest.metrics,
+                "seconds": manifest.seconds,
+            }
+            if score := scores.get(manifest.version):
+                line["evaluation"] = score.model_dump(exclude={"version", "iteration"})
+            lines.append(json.dumps(line, sort_keys=True))
+        return "\n".join(lines) + "\n"
+
+
+def collect(store: "PolicyStore", run: CampaignRun) -> CampaignRecord:
+    """Read a lineage's manifests, evaluations and ledger."""
+    manifests = store.history()
+    evaluations = {}
+    for key in store.list_objects("evaluations/"):
+        evaluation = Evaluation.model_validate_json(store.get_object(key))
+        evaluations[evaluation.version] = evaluation
+    return CampaignRecord(
+        run=run,
+        manifests=manifests,
+        evaluations=[evaluations[version] for version in sorted(evaluations)],
+        ledger=campaign_ledger(store, run, manifests),
+    )
+
+
+def campaign_ledger(store: "PolicyStore", run: CampaignRun, manifests: list[Manifest]) -> CampaignLedger:
+    """Law 2, from three independent counts: workers counted what they produced, assembly what it rejected, and the
+    trainer what it trained. Samples of iterations that are not published yet are pending."""
+    buffer = run_buffer(run)
+    entries: dict[int, IterationLedger] = {}
+    for manifest in manifests:
+        if manifest.kind != "iteration":
+            continue
+        batch = TrainBatch.model_validate_json(store.get_object(manifest.batch.replace(".arrow", ".json")))
+        sampled_by = batch.behavior_version
+        entries[batch.iteration] = IterationLedger(
+            iteration=batch.iteration,
+            produced=batch.produced,
+            trained=manifest.num_samples,
+            rejected=batch.rejected,
+            pending=0,
+            oldest_policy_version=sampled_by,
+            newest_policy_version=sampled_by,
+        )
+    done = max(entries, default=-1) + 1
+    for iteration in range(done, done + run.config.schedule.max_staleness + 1):
+        if samples := buffer.produced(iteration).samples:
+            entries[iteration] = _unpublished(iteration, pending=samples)
+    for key in store.list_objects("set_aside/"):
+        iteration, count = int(key.split("/")[1].split("-")[0]), int(store.get_object(key))
+        entry = entries.get(iteration) or _unpublished(iteration, pending=0)
+        rejected = entry.rejected | {"configuration_changed": entry.rejected.get("configuration_changed", 0) + count}
+        entries[iteration] = entry.model_copy(update={"produced": entry.produced + count, "rejected": rejected})
+    return CampaignLedger(iterations=tuple(entries[iteration] for iteration in sorted(entries)))
+
+
+def _unpublished(iteration: int, *, pending: int) -> IterationLedger:
+    return IterationLedger(
+        iteration=iteration, produced=pending, trained=0, pending=pending, oldest_policy_version=0,
+        newest_policy_version=0,
+    )  # fmt: skip

@@ -1,0 +1,78 @@
+"""Scoring: every sample gets a score, an abstention, or a failure with a reason."""
+
+import time
+from typing import Any
+
+from flytekit import task
+
+from tasks import placement
+from tasks.records import CampaignRun, PolicyVersion, PromptSet, RolloutReport, ScoreReport
+from tasks.session import WEIGHTS, run_buffer, run_environment, run_store, say
+
+GROUPS_PER_TAKE = 128
+
+
+@task(**placement.REWARD.task_arguments())
+def score(
+    run: CampaignRun, prompts: PromptSet, behavior: PolicyVersion, rollouts: list[RolloutReport | None]
+) -> ScoreReport:
+    """Verify every published sample of the iteration exactly once; the queue must be empty."""
+    from tasks.environments.scoring import score_groups
+    from tasks.policy.tokenizer import load_tokenizer
+
+    start, buffer, iteration = time.monotonic(), run_buffer(run), prompts.iteration
+    if waiting := buffer.outstanding(iteration):
+        raise RuntimeError(
+            f"iteration {iteration} must have no portion left on the queue, got {waiting} of {prompts.num_portions}: "
+            "too many workers were lost. Nothing is lost with them; run the campaign again to go on from here."
+        )
+    environment, tokenizer = run_environment(run), load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS))
+    while taken := buffer.take_rollouts("score", iteration=iteration, max_groups=GROUPS_PER_TAKE):
+        buffer.publish_scored("score", iteration, score_groups(taken, environment, tokenizer))
+    reports = [report for report in rollouts if report is not None]
+    return _report(run, buffer, prompts, reports, start)
+
+
+def _report(
+    run: CampaignRun, buffer: Any, prompts: PromptSet, reports: list[RolloutReport], start: float
+) -> ScoreReport:
+    import polars as pl
+
+    from tasks.schema import ScoredFrame, from_bytes
+
+    iteration = prompts.iteration
+    frame = from_bytes(*(group.payload for group in buffer.scan_scored(iteration)), schema=ScoredFrame)
+    scored = frame.filter(pl.col("outcome") == "score")
+    num_failures = int((frame["outcome"] == "failure").sum())
+    if num_failures > run.config.reward.max_failure_share * max(len(frame), 1):
+        reasons = frame.filter(pl.col("outcome") == "failure")["reason"].unique().to_list()[:3]
+        raise RuntimeError(
+            f"iteration {iteration}: at most {run.config.reward.max_failure_share:.0%} of samples may fail to be "
+            f"scored, got {num_failures} of {len(frame)}: {reasons}. A failure is not a reward of 0; mend the verifier "
+            "and run the campaign again."
+        )
+    report = ScoreReport(
+        iteration=iteration,
+        behavior_version=prompts.behavior_version,
+        num_samples=len(frame),
+        num_failures=num_failures,
+        reward_mean=_mean(scored["reward"]),
+        exact_share=_mean(scored["is_exact"]),
+        finished_share=_mean(frame["finish_reason"] == "stop"),
+        response_tokens_mean=_mean(frame["response_ids"].list.len()),
+        generate_seconds=sum(r.seconds for r in reports),
+        generate_load_seconds=sum(r.load_seconds for r in reports),
+        generated_tokens=sum(r.num_tokens for r in reports),
+        score_seconds=time.monotonic() - start,
+    )
+    say(
+        "score",
+        f"reward {report.reward_mean:.3f}, exact {report.exact_share:.3f}, finished {report.finished_share:.3f}, "
+        f"{report.num_samples} samples, {report.num_failures} failures, {report.score_seconds:.1f} s",
+        iteration=iteration,
+    )
+    return report
+
+
+def _mean(column: Any) -> float:
+    return float(column.mean() or 0.0)

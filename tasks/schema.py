@@ -1,0 +1,167 @@
+"""Records between stages as data frames, each boundary guarded by a pandera schema.
+
+``RolloutFrame`` leaves a worker, ``ScoredFrame`` leaves the reward stage, ``TrainFrame`` is what a policy update reads.
+One row is one sample, identified by ``(iteration, prompt_id, sample_index)``. A violation names the rows and the rule.
+Frames are eager on purpose: pandera checks only the types of a lazy frame and lets bad values pass. Import this module
+inside task bodies: polars and pandera cost 0.7 s.
+"""
+
+import io
+from collections.abc import Iterable
+from typing import Any, cast
+
+import pandera.polars as pa
+import polars as pl
+from pandera.polars import PolarsData
+
+SCHEMA_VERSION = 1
+
+
+class SchemaViolation(ValueError):
+    """Rows that break a rule of a stage boundary."""
+
+
+class PromptFrame(pa.DataFrameModel):
+    """One prompt group of a work item."""
+
+    iteration: int = pa.Field(ge=0)
+    prompt_id: str = pa.Field(unique=True)
+    prompt_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
+
+    class Config(pa.DataFrameModel.Config):
+        strict = True
+
+    @pa.dataframe_check
+    def prompt_is_not_empty(cls, data: PolarsData) -> pl.LazyFrame:
+        return data.lazyframe.select(pl.col("prompt_ids").list.len() > 0)
+
+
+class RolloutFrame(pa.DataFrameModel):
+    """Sampled tokens. ``behavior_logprob`` is that of the distribution that was sampled, one value a response token."""
+
+    iteration: int = pa.Field(ge=0)
+    prompt_id: str
+    sample_index: int = pa.Field(ge=0)
+    policy_version: int = pa.Field(ge=0)
+    prompt_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
+    response_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
+    behavior_logprob: pl.List(pl.Float32)  # pyright: ignore[reportInvalidTypeForm]
+    finish_reason: str = pa.Field(isin=["stop", "length", "abort"])
+
+    class Config(pa.DataFrameModel.Config):
+        strict = True
+
+    @pa.dataframe_check
+    def sample_ids_are_unique(cls, data: PolarsData) -> pl.LazyFrame:
+        return data.lazyframe.select(pl.struct("iteration", "prompt_id", "sample_index").is_unique())
+
+    @pa.dataframe_check
+    def response_and_logprobs_have_equal_length(cls, data: PolarsData) -> pl.LazyFrame:
+        length = pl.col("response_ids").list.len()
+        return data.lazyframe.select((length > 0) & (length == pl.col("behavior_logprob").list.len()))
+
+    @pa.dataframe_check
+    def logprobs_are_finite_and_at_most_zero(cls, data: PolarsData) -> pl.LazyFrame:
+        values = pl.element()
+        good = pl.col("behavior_logprob").list.eval(values.is_finite() & (values <= 1e-4)).list.all()
+        return data.lazyframe.select(good)
+
+    @pa.dataframe_check
+    def prompt_is_not_empty(cls, data: PolarsData) -> pl.LazyFrame:
+        return data.lazyframe.select(pl.col("prompt_ids").list.len() > 0)
+
+
+class ScoredFrame(RolloutFrame):
+    """Rollouts with their outcome: a score, an abstention, or a failure with its reason; a failure has no reward."""
+
+    outcome: str = pa.Field(isin=["score", "abstain", "failure"])
+    reward: float = pa.Field(nullable=True, ge=0, le=1)
+    is_exact: bool
+    reason: str
+
+    @pa.dataframe_check
+    def reward_exists_exactly_for_scores(cls, data: PolarsData) -> pl.LazyFrame:
+        has_reward = pl.col("reward").is_not_null() & pl.col("reward").is_not_nan()
+        return data.lazyframe.select(has_reward == (pl.col("outcome") == "score"))
+
+    @pa.dataframe_check
+    def a_failure_has_a_reason(cls, data: PolarsData) -> pl.LazyFrame:
+        return data.lazyframe.select((pl.col("outcome") != "failure") | (pl.col("reason").str.len_chars() > 0))
+
+
+class TrainFrame(pa.DataFrameModel):
+    """Rows of one policy update. ``loss_mask`` is True where the policy chose the token; others are never trained."""
+
+    iteration: int = pa.Field(ge=-1)
+    prompt_id: str
+    sample_index: int = pa.Field(ge=0)
+    policy_version: int = pa.Field(ge=-1)
+    prompt_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
+    response_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
+    behavior_logprob: pl.List(pl.Float32)  # pyright: ignore[reportInvalidTypeForm]
+    loss_mask: pl.List(pl.Boolean)  # pyright: ignore[reportInvalidTypeForm]
+    advantage: float
+    minibatch: int = pa.Field(ge=0)
+
+    class Config(pa.DataFrameModel.Config):
+        strict = True
+
+    @pa.dataframe_check
+    def sample_ids_are_unique(cls, data: PolarsData) -> pl.LazyFrame:
+        return data.lazyframe.select(pl.struct("iteration", "prompt_id", "sample_index").is_unique())
+
+    @pa.dataframe_check
+    def lists_have_equal_length(cls, data: PolarsData) -> pl.LazyFrame:
+        length = pl.col("response_ids").list.len()
+        same = (length == pl.col("behavior_logprob").list.len()) & (length == pl.col("loss_mask").list.len())
+        return data.lazyframe.select((length > 0) & same)
+
+    @pa.dataframe_check
+    def advantage_is_finite(cls, data: PolarsData) -> pl.LazyFrame:
+        return data.lazyframe.select(pl.col("advantage").is_finite())
+
+
+Frame = type[PromptFrame] | type[RolloutFrame] | type[ScoredFrame] | type[TrainFrame]
+
+
+def polars_schema(schema: Frame) -> dict[str, Any]:
+    """Column -> polars type, in the schema's order."""
+    return {name: column.dtype.type for name, column in schema.to_schema().columns.items()}
+
+
+def make_frame(rows: Iterable[dict[str, Any]], schema: Frame) -> pl.DataFrame:
+    """A validated frame from dicts, one a row."""
+    return validated(pl.DataFrame(list(rows), schema=polars_schema(schema)), schema)
+
+
+def validated(frame: pl.DataFrame, schema: Frame) -> pl.DataFrame:
+    """The frame itself if it obeys the schema; else ``SchemaViolation`` with the rule and the first rows that break it."""
+    try:
+        return cast(pl.DataFrame, schema.validate(frame, lazy=True))
+    except pa.errors.SchemaErrors as error:
+        cases = error.failure_cases
+        rules = []
+        for (column, check), rows in cases.group_by("column", "check", maintain_order=True):
+            index = [i for i in rows["index"].to_list()[:5] if i is not None]
+            where = f"rows {index} ({_sample_ids(frame, index)})" if index else "the frame"
+            first = str(rows["failure_case"][0]).splitlines()[0][:200]
+            rules.append(f"{column or schema.__name__}: rule {check} broken by {where}, {len(rows)} in all; first {first}")
+        raise SchemaViolation(f"{schema.__name__} refused {len(frame)} rows.\n" + "\n".join(rules)) from None
+
+
+def to_bytes(frame: pl.DataFrame) -> bytes:
+    """Arrow IPC stream, uncompressed: 50 times faster than Parquet to write and read, and this crosses a network once."""
+    sink = io.BytesIO()
+    frame.write_ipc_stream(sink)
+    return sink.getvalue()
+
+
+def from_bytes(*payloads: bytes, schema: Frame) -> pl.DataFrame:
+    """The validated frame of one or more payloads."""
+    frames = [pl.read_ipc_stream(payload) for payload in payloads]
+    return validated(pl.concat(frames) if frames else pl.DataFrame(schema=polars_schema(schema)), schema)
+
+
+def _sample_ids(frame: pl.DataFrame, index: list[int]) -> str:
+    names = [c for c in ("iteration", "prompt_id", "sample_index") if c in frame.columns]
+    return ", ".join("/".join(str(frame[name][i]) for name in names) for i in index if i < len(frame))

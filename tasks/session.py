@@ -1,0 +1,90 @@
+"""Opens what a run's configuration points at: its store, its buffer, its environment.
+
+With a folder as store, the embedded servers keep their data there and are started by the first task that asks.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.config import CampaignConfig
+from tasks.records import CampaignRun
+
+if TYPE_CHECKING:
+    from tasks.artifacts.store import PolicyStore
+    from tasks.environments.protocol import Environment
+    from tasks.experience.buffer import ExperienceBuffer
+
+WEIGHTS, OPTIMIZER = "*.safetensors*", "optimizer*"
+"""Files of a version that a task leaves in the store when it pulls the rest."""
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def is_local_store(config: CampaignConfig) -> bool:
+    return not config.checkpoint.store.startswith("s3://")
+
+
+def store_folder(config: CampaignConfig) -> Path:
+    """Absolute folder of an embedded store."""
+    return Path(config.checkpoint.store).expanduser().resolve()
+
+
+def open_store(config: CampaignConfig, campaign: str) -> "PolicyStore":
+    """The artefact store under a campaign's prefix."""
+    from tasks.artifacts import store
+
+    local = is_local_store(config)
+    return store.open_store(
+        str(store_folder(config)) if local else config.checkpoint.store,
+        campaign,
+        endpoint_url=config.checkpoint.endpoint_url,
+        port=config.checkpoint.port,
+        cache=store_folder(config) / "cache" if local else None,
+    )
+
+
+def run_store(run: CampaignRun) -> "PolicyStore":
+    return open_store(run.config, run.campaign)
+
+
+def run_buffer(run: CampaignRun, *, digest: str = "") -> "ExperienceBuffer":
+    """The experience buffer and work queue of a run, or of the same lineage under another configuration's digest."""
+    from tasks.experience.buffer import ExperienceBuffer
+
+    config = run.config.buffer
+    url = config.url
+    if url == "embedded":
+        from tasks.embedded.valkey import ensure_valkey
+
+        url = ensure_valkey(store_folder(run.config), port=config.port)
+    return ExperienceBuffer(
+        url,
+        f"{run.campaign}@{digest or run.config.digest()}",  # samples made under other rules are other samples
+        lease_seconds=run.config.rollout.lease_seconds,
+        max_attempts=config.max_attempts,
+        capacity_bytes=config.capacity_mb * 2**20,
+    )
+
+
+def run_environment(run: CampaignRun) -> "Environment":
+    from tasks.environments.protocol import make
+
+    return make(run.config.environment, seed=run.config.seed)
+
+
+def code_revision() -> str:
+    """The revision a run executes: ``MOE_RL_REVISION`` where an image was built from one, else git's, else unknown."""
+    if revision := os.environ.get("MOE_RL_REVISION"):
+        return revision
+    try:
+        describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def say(stage: str, text: str, *, iteration: int | None = None) -> None:
+    """One progress line; the only way the project talks while it works."""
+    where = "          " if iteration is None else f"iter {iteration:>4} "
+    print(f"{where} {stage:<9} {text}", flush=True)

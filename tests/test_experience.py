@@ -1,0 +1,393 @@
+"""The experience buffer against a real Valkey server.
+
+Leases expire without waiting: an "impatient" buffer of the same campaign calls a lease expired after 1 ms.
+What these tests cannot see: the loss of a server's disk or of a whole node, and a failover to a replica.
+"""
+
+import random
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import valkey
+
+from tasks.embedded.valkey import ensure_valkey
+from tasks.experience.buffer import ExperienceBuffer
+from tasks.experience.errors import (
+    IterationDropped,
+    LeaseLost,
+    PolicyVersionMismatch,
+)
+from tasks.experience.records import Group, Lease, Produced, Unscored, WorkItem
+
+Open = Callable[..., ExperienceBuffer]
+
+
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return ensure_valkey(tmp_path_factory.mktemp("valkey"))
+
+
+@pytest.fixture
+def campaign() -> str:
+    return f"test-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def open_buffer(valkey_url: str, campaign: str) -> Open:
+    return lambda **changes: make(valkey_url, campaign, **changes)
+
+
+def make(url: str, campaign: str, **changes: float) -> ExperienceBuffer:
+    arguments = {"lease_seconds": 60.0, "max_attempts": 3, "capacity_bytes": 1 << 20} | changes
+    return ExperienceBuffer(url, campaign, **arguments)  # type: ignore[arg-type]
+
+
+def item(portion: int, *, iteration: int = 1, policy_version: int = 7) -> WorkItem:
+    return WorkItem(
+        iteration=iteration,
+        portion=portion,
+        policy_version=policy_version,
+        num_groups=2,
+        num_samples=8,
+        payload=b"prompts\x00%d" % portion,
+    )
+
+
+def group(name: str, payload: bytes = b"tokens\x00") -> Group:
+    return Group(group_id=name, num_samples=4, payload=payload)
+
+
+def take_over(open_buffer: Open, worker: str) -> Lease:
+    time.sleep(0.003)
+    (lease,) = open_buffer(lease_seconds=0.001).lease(worker, iteration=1)
+    return lease
+
+
+def test_work_is_put_once_and_comes_back_as_it_was(open_buffer: Open) -> None:
+    buffer = open_buffer()
+    assert buffer.put_work([item(0), item(1)]) == 2
+    assert buffer.put_work([item(0), item(1), item(2)]) == 1
+    leases = buffer.lease("w", iteration=1, policy_version=7, max_items=9)
+    assert [lease.item for lease in leases] == [item(0), item(1), item(2)]
+    assert [lease.attempt for lease in leases] == [1, 1, 1]
+    assert buffer.lease("w", iteration=2) == []
+
+
+def test_settled_work_is_not_put_again(open_buffer: Open) -> None:
+    buffer = open_buffer()
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w", iteration=1)
+    assert buffer.settle(lease)
+    assert buffer.settle(lease), "the holder asks again when the first reply is lost"
+    assert buffer.put_work([item(0)]) == 0
+    assert (buffer.outstanding(1), buffer.progress(1).settled) == (0, 1)
+
+
+def test_one_iteration_requires_one_policy_version(open_buffer: Open) -> None:
+    buffer = open_buffer()
+    buffer.put_work([item(0)])
+    with pytest.raises(PolicyVersionMismatch) as refused:
+        buffer.lease("w", iteration=1, policy_version=6)
+    assert refused.value.required == 7
+    with pytest.raises(PolicyVersionMismatch):
+        buffer.put_work([item(1, policy_version=8)])
+
+
+def test_groups_are_published_once_and_the_first_wins(open_buffer: Open) -> None:
+    buffer = open_buffer()
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w", iteration=1)
+    assert buffer.publish(lease, [group("a", b"first"), group("a", b"twin")]) == 1
+    assert buffer.publish(lease, [group("a", b"second"), group("b")]) == 1
+    assert buffer.produced(1) == Produced(samples=8, duplicates=2)
+    taken = buffer.take_rollouts("s", iteration=1, max_groups=9)
+    assert [found for _, found in taken] == [group("a", b"first"), group("b")]
+
+
+def test_an_expired_lease_is_taken_over_and_a_live_one_is_not(open_buffer: Open) -> None:
+    buffer = open_buffer(lease_seconds=0.2)
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w1", iteration=1)
+    assert buffer.lease("w2", iteration=1) == []
+    time.sleep(0.25)
+    (second,) = buffer.lease("w2", iteration=1)
+    assert (second.item, second.attempt) == (lease.item, 2)
+
+
+@pytest.mark.parametrize("successor", ["other", "late"])
+def test_a_late_holder_cannot_write_even_under_its_successors_name(open_buffer: Open, successor: str) -> None:
+    buffer = open_buffer()
+    buffer.put_work([item(0)])
+    (late,) = buffer.lease("late", iteration=1)
+    holder = take_over(open_buffer, successor)
+    with pytest.raises(LeaseLost, match="attempt 1 of late"):
+        buffer.publish(late, [group("a")])
+    assert (buffer.settle(late), buffer.renew(late), buffer.return_(late)) == (False, False, False)
+    assert buffer.produced(1) == Produced(samples=0, duplicates=0)
+    assert buffer.publish(holder, [group("a")]) == 1
+    assert buffer.settle(holder) and not buffer.settle(late)
+
+
+def test_returned_work_goes_to_the_next_caller_at_once(open_buffer: Open) -> None:
+    buffer = open_buffer()
+    buffer.put_work([item(0), item(1)])
+    (lease,) = buffer.lease("w1", iteration=1)
+    assert buffer.return_(lease)
+    progress = buffer.progress(1)
+    assert (progress.queued, progress.leased, progress.leases_by_worker) == (2, 0, {})
+    assert not buffer.settle(lease), "what was handed back is no longer held"
+    assert [again.item.portion for again in buffer.lease("w2", iteration=1, max_items=2)] == [0, 1]
+
+
+def test_renewing_keeps_a_lease_beyond_its_time(open_buffer: Open) -> None:
+    buffer = open_buffer(lease_seconds=0.3)
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w1", iteration=1)
+    for _ in range(5):
+        time.sleep(0.1)
+        assert buffer.renew(lease)
+    assert buffer.lease("w2", iteration=1) == []
+    assert buffer.settle(lease), "a renewal is not a new attempt"
+
+
+def test_work_that_kills_its_workers_is_set_aside_with_a_reason(open_buffer: Open) -> None:
+    buffer, impatient = open_buffer(), open_buffer(lease_seconds=0.001)
+    buffer.put_work([item(0), item(1)])
+    for attempt in (1, 2, 3):
+        time.sleep(0.003)
+        (lease,) = impatient.lease(f"w{attempt}", iteration=1)
+        assert (lease.item.portion, lease.attempt) == (0, attempt)
+    time.sleep(0.003)
+    assert [lease.item.portion for lease in impatient.lease("w4", iteration=1)] == [1]
+    assert buffer.poisoned(1) == [("1/0", "3 attempts failed, the last by w3")]
+    assert (buffer.outstanding(1), buffer.progress(1).poisoned) == (1, 1)
+    assert buffer.put_work([item(0)]) == 0
+
+
+def test_returning_is_not_held_against_the_work(open_buffer: Open) -> None:
+    buffer = open_buffer(max_attempts=1)
+    buffer.put_work([item(0)])
+    for attempt in range(1, 6):
+        (lease,) = buffer.lease("w", iteration=1)
+        assert lease.attempt == attempt and buffer.return_(lease)
+
+
+def test_two_scorers_and_a_dead_one_score_every_group_once(open_buffer: Open) -> None:
+    buffer = open_buffer()
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w", iteration=1)
+    buffer.publish(lease, [group(f"g{n:02}") for n in range(12)])
+    dead = buffer.take_rollouts("dead", iteration=1, max_groups=4)
+    first = buffer.take_rollouts("s1", iteration=1, max_groups=4)
+    second = buffer.take_rollouts("s2", iteration=1, max_groups=9)
+    assert (len(dead), len(first), len(second)) == (4, 4, 4)
+    assert buffer.publish_scored("s1", 1, first) == 4
+    assert buffer.publish_scored("s2", 1, second) == 4
+    time.sleep(0.003)
+    inherited = open_buffer(lease_seconds=0.001).take_rollouts("s1", iteration=1, max_groups=9)
+    assert [found for _, found in inherited] == [found for _, found in dead]
+    assert buffer.publish_scored("dead", 1, dead) == 0, "taken over meanwhile"
+    assert buffer.publish_scored("s1", 1, inherited) == 4
+    assert buffer.publish_scored("s1", 1, inherited) == 0
+    assert [found.group_id for found in buffer.scan_scored(1, chunk=5)] == [f"g{n:02}" for n in range(12)]
+    progress = buffer.progress(1)
+    assert (progress.groups_scored, progress.groups_published, progress.bytes_waiting) == (12, 12, 0)
+
+
+def test_a_scorer_renews_and_returns_what_it_took(open_buffer: Open) -> None:
+    buffer = open_buffer()
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w", iteration=1)
+    buffer.publish(lease, [group("a"), group("b")])
+    handles = [handle for handle, _ in buffer.take_rollouts("s1", iteration=1, max_groups=2)]
+    assert buffer.renew_rollouts("s1", iteration=1, handles=handles) == 2
+    assert buffer.renew_rollouts("s2", iteration=1, handles=handles) == 0
+    assert buffer.return_rollouts("s1", iteration=1, handles=handles[:1]) == 1
+    assert [found.group_id for _, found in buffer.take_rollouts("s2", iteration=1, max_groups=2)] == ["a"]
+
+
+def test_a_group_that_kills_its_scorers_is_counted_for_the_ledger(open_buffer: Open) -> None:
+    buffer, impatient = open_buffer(), open_buffer(lease_seconds=0.001, max_attempts=1)
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w", iteration=1)
+    buffer.publish(lease, [group("a")])
+    assert len(impatient.take_rollouts("s", iteration=1, max_groups=1)) == 1
+    time.sleep(0.003)
+    assert impatient.take_rollouts("s", iteration=1, max_groups=1) == []
+    reason = "1 attempts failed, the last by s"
+    assert buffer.unscored(1) == [Unscored(group_id="a", num_samples=4, reason=reason)]
+    assert (buffer.progress(1).groups_unscored, buffer.progress(1).bytes_waiting) == (1, 0)
+
+
+def test_a_score_under_the_wrong_handle_is_refused_whole(open_buffer: Open) -> None:
+    buffer = open_buffer()
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w", iteration=1)
+    buffer.publish(lease, [group("a"), group("b")])
+    (one, a), (two, b) = buffer.take_rollouts("s", iteration=1, max_groups=2)
+    with pytest.raises(ValueError, match="handle of another group"):
+        buffer.publish_scored("s", 1, [(one, b), (two, a)])
+    assert buffer.scored_groups(1) == []
+    assert buffer.publish_scored("s", 1, [(one, a), (two, b)]) == 2
+
+
+def test_scored_groups_come_in_code_point_order_of_their_ids(open_buffer: Open) -> None:
+    buffer = open_buffer()
+    names = ["10", "9", "a/2", "a/10", "A", "\u00e9", "z"]
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w", iteration=1)
+    buffer.publish(lease, [group(name, name.encode()) for name in names])
+    taken = buffer.take_rollouts("s", iteration=1, max_groups=99)
+    buffer.publish_scored("s", 1, taken[::-1])
+    assert buffer.scored_groups(1) == [group(name, name.encode()) for name in sorted(names)]
+
+
+def test_drop_frees_all_but_the_counters_and_closes_the_iteration(
+    open_buffer: Open, valkey_url: str, campaign: str
+) -> None:
+    buffer, client = open_buffer(), valkey.Valkey.from_url(valkey_url)
+    buffer.put_work([item(n) for n in range(4)] + [item(0, iteration=2)])
+    lease, other = buffer.lease("w", iteration=1, max_items=2)
+    buffer.publish(lease, [group("a"), group("b")])
+    ((handle, taken), _) = buffer.take_rollouts("s", iteration=1, max_groups=2)
+    buffer.publish_scored("s", 1, [(handle, taken)])
+    buffer.return_(other)
+    assert buffer.progress(1).bytes_used > 0
+    for _ in range(2):
+        buffer.drop(1)
+        assert client.keys(f"{{{campaign}}}:1:*") == [f"{{{campaign}}}:1:counters".encode()]
+    assert buffer.produced(1) == Produced(samples=8, duplicates=0)
+    assert (buffer.outstanding(1), buffer.outstanding(2)) == (0, 1)
+    with pytest.raises(LeaseLost):
+        buffer.publish(lease, [group("c")])
+    with pytest.raises(IterationDropped, match="Resume at the next iteration"):
+        buffer.put_work([item(9)])
+    assert not buffer.settle(lease) and buffer.publish_scored("s", 1, [(handle, taken)]) == 0
+    assert buffer.lease("w", iteration=1) == []
+    assert client.keys(f"{{{campaign}}}:1:*") == [f"{{{campaign}}}:1:counters".encode()]
+
+
+def test_progress_accounts_for_every_item(open_buffer: Open) -> None:
+    buffer = open_buffer()
+    buffer.put_work([item(n) for n in range(6)])
+    leases = buffer.lease("w1", iteration=1, max_items=2)
+    buffer.lease("w2", iteration=1)
+    buffer.settle(leases[0])
+    time.sleep(0.05)
+    assert buffer.renew(leases[1])
+    progress = buffer.progress(1)
+    assert (progress.queued, progress.leased, progress.settled, progress.poisoned) == (3, 2, 1, 0)
+    assert progress.leases_by_worker == {"w1": 1, "w2": 1}
+    assert 0.04 < progress.oldest_lease_seconds < 30, "the age counts from the hand-out, not from renewal"
+
+
+@dataclass
+class Model:
+    """The work stream as it should behave with ``max_attempts`` 3, one call at a time."""
+
+    new: list[int] = field(default_factory=list)
+    pending: dict[int, list] = field(default_factory=dict)  # portion -> [worker or None, attempt, returns]
+    done: set[int] = field(default_factory=set)
+    poisoned: set[int] = field(default_factory=set)
+    published: set[str] = field(default_factory=set)
+    settled_by: list[Lease] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    duplicates: int = 0
+
+    def put(self, portions: list[int]) -> int:
+        known = {*self.new, *self.pending, *self.done, *self.poisoned}
+        added = [portion for portion in dict.fromkeys(portions) if portion not in known]
+        self.new += added
+        self.order += added
+        return len(added)
+
+    def lease(self, worker: str, number: int, *, is_patient: bool) -> list[tuple[int, int]]:
+        taken = []
+        for portion in [portion for portion in self.order if portion in self.pending]:
+            owner, attempt, returns = self.pending[portion]
+            if len(taken) == number or (is_patient and owner is not None):
+                continue
+            if attempt - returns >= 3:
+                del self.pending[portion]
+                self.poisoned.add(portion)
+            else:
+                self.pending[portion] = [worker, attempt + 1, returns]
+                taken.append((portion, attempt + 1))
+        while self.new and len(taken) < number:
+            portion = self.new.pop(0)
+            self.pending[portion] = [worker, 1, 0]
+            taken.append((portion, 1))
+        return taken
+
+    def holds(self, lease: Lease) -> bool:
+        return self.pending.get(lease.item.portion, [None])[:2] == [lease.worker, lease.attempt]
+
+    def publish(self, name: str) -> int:
+        is_new = name not in self.published
+        self.published.add(name)
+        self.duplicates += not is_new
+        return int(is_new)
+
+
+def step(
+    rng: random.Random, model: Model, patient: ExperienceBuffer, hasty: ExperienceBuffer, leases: list
+) -> None:
+    action = rng.choice(["put", "lease", "lease", "hasty", "publish", "publish", "settle", "return", "renew"])
+    if action == "put":
+        portions = [rng.randrange(8) for _ in range(3)]
+        assert patient.put_work([item(portion) for portion in portions]) == model.put(portions)
+    elif action in ("lease", "hasty"):
+        worker, number, is_patient = rng.choice("uv"), rng.randint(1, 3), action == "lease"
+        if not is_patient:
+            time.sleep(0.002)
+        taken = (patient if is_patient else hasty).lease(worker, iteration=1, max_items=number)
+        expected = model.lease(worker, number, is_patient=is_patient)
+        assert [(lease.item.portion, lease.attempt) for lease in taken] == expected
+        leases += taken
+    elif leases:
+        lease = rng.choice(leases)  # often one that was lost long ago
+        portion, is_held = lease.item.portion, model.holds(lease)
+        if action == "publish":
+            name = f"{portion}/{rng.randrange(2)}"
+            if is_held:
+                assert patient.publish(lease, [group(name)]) == model.publish(name)
+            else:
+                with pytest.raises(LeaseLost):
+                    patient.publish(lease, [group(name)])
+        elif action == "settle":
+            again = lease in model.settled_by
+            assert patient.settle(lease) == (is_held or again)
+            if is_held:
+                del model.pending[portion]
+                model.done.add(portion)
+                model.settled_by.append(lease)
+        elif action == "return":
+            assert patient.return_(lease) == is_held
+            if is_held:
+                model.pending[portion] = [None, lease.attempt, model.pending[portion][2] + 1]
+        else:
+            assert patient.renew(lease) == is_held
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_random_schedules_agree_with_a_model(valkey_url: str, block: int) -> None:
+    """80 schedules a block. Sees no concurrency: every step is over before the next begins."""
+    for seed in range(80 * block, 80 * block + 80):
+        rng, model, leases = random.Random(seed), Model(), []
+        name = f"model-{uuid.uuid4().hex[:8]}"
+        patient, hasty = make(valkey_url, name), make(valkey_url, name, lease_seconds=0.001)
+        for _ in range(30):
+            step(rng, model, patient, hasty, leases)
+        progress = patient.progress(1)
+        leased = [entry for entry in model.pending.values() if entry[0] is not None]
+        assert progress.queued == len(model.new) + len(model.pending) - len(leased), seed
+        assert (progress.leased, progress.settled) == (len(leased), len(model.done)), seed
+        assert [name for name, _ in patient.poisoned(1)] == sorted(f"1/{n}" for n in model.poisoned), seed
+        expected = Produced(samples=4 * len(model.published), duplicates=model.duplicates)
+        assert patient.produced(1) == expected, seed
+        taken = patient.take_rollouts("s", iteration=1, max_groups=99)
+        assert sorted(found.group_id for _, found in taken) == sorted(model.published), seed
+        patient.drop(1)

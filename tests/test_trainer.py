@@ -1,0 +1,264 @@
+"""A training step on several ranks is the step of a single process; log-probabilities sit at their tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from policies import VOCAB, tiny_policy, token_ids
+from ranks import run_ranks
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
+from tasks.policy.experts import attach_dispatcher
+from tasks.policy.mesh import ParallelMesh, clip_gradients, make_mesh, reduce_gradients
+from tasks.policy.names import disk_pieces
+from tasks.policy.trainer import make_optimizer, token_logprobs_and_entropy, train_minibatch
+from tasks.policy.weights import disk_tensors, tensor_digest
+
+MicroBatch = Mapping[str, Tensor]
+NUM_TOKENS = 100
+
+
+def micro_batch(seed: int) -> MicroBatch:
+    """Three sequences, the last two padded by one and two tokens, with random advantages."""
+    input_ids = token_ids(seed)
+    mask = torch.ones_like(input_ids)
+    mask[1, -1:], mask[2, -2:] = 0, 0
+    advantage = torch.randn(input_ids.shape, generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": input_ids, "attention_mask": mask, "advantage": advantage}
+
+
+def weighted_loss(
+    logprob_BL: Tensor, entropy_BL: Tensor, batch: MicroBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = -(logprob_BL * batch["advantage"] + 0.1 * entropy_BL).sum() / NUM_TOKENS
+    return loss, {"entropy": entropy_BL.sum(), "tokens": batch["attention_mask"][:, 1:].sum()}
+
+
+def one_step(
+    model: PreTrainedModel, mesh: ParallelMesh, batches: Sequence[MicroBatch], *, max_grad_norm: float = 0.05
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics, and the clipped gradients that the optimizer saw, by disk name."""
+    optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
+    gradients: dict[str, Tensor] = {}
+
+    def record(*_: object) -> None:
+        params = dict(model.named_parameters())
+        for piece in disk_pieces(model):
+            if piece.is_local and piece.model_name in params:
+                gradient = params[piece.model_name].grad
+                assert gradient is not None
+                gradients[piece.disk_name] = piece.view(gradient).clone()
+
+    optimizer.register_step_pre_hook(record)
+    metrics = train_minibatch(
+        model,
+        optimizer,
+        mesh,
+        batches,
+        weighted_loss,
+        num_global_tokens=NUM_TOKENS,
+        max_grad_norm=max_grad_norm,
+    )
+    return metrics, gradients
+
+
+def single_process(model: PreTrainedModel, batches: Sequence[MicroBatch]):
+    model = copy.deepcopy(model)
+    attach_dispatcher(model, LocalDispatcher())
+    metrics, gradients = one_step(model, make_mesh(1, 1), batches)
+    return metrics, gradients, dict(disk_tensors(model))
+
+
+def check_step(rank: int, world_size: int, ep: int, model: PreTrainedModel, expected, shares) -> None:
+    mesh = make_mesh(world_size, ep)
+    dispatcher = make_dispatcher("all_to_all" if ep > 1 else "local", mesh.ep_group)
+    attach_dispatcher(model, dispatcher)
+    metrics, gradients = one_step(model, mesh, [micro_batch(seed) for seed in shares[rank]])
+    expected_metrics, expected_gradients, expected_weights = expected
+    assert metrics.keys() == expected_metrics.keys() and metrics["skipped"] == 0
+    for name, value in expected_metrics.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-5), name
+    for name, gradient in gradients.items():
+        # the largest gradient is 0.01 to 0.05 after clipping; 1e-7 is 1e-5 of it and 30 times what is measured
+        torch.testing.assert_close(
+            gradient, expected_gradients[name], rtol=0, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    for name, weight in disk_tensors(model):
+        # step 1e-3 * g / (|g| + eps 1e-5), so a gradient off by 1e-7 moves a weight by 1e-5 at most
+        torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=1e-5)
+
+
+LAYOUTS = [
+    pytest.param(2, 2, [[0, 1], [2, 3]], id="two expert ranks"),
+    pytest.param(2, 2, [[0, 1, 2, 3], []], id="one rank without micro-batches"),
+    pytest.param(2, 1, [[0], [1, 2, 3]], id="two replicas"),
+    pytest.param(4, 2, [[0], [1], [2, 3], []], id="two replicas of two expert ranks"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "ep", "shares"), LAYOUTS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_loss_gradients_norm_and_step_equal_a_single_process(family, world_size, ep, shares):
+    model = tiny_policy(family)
+    expected = single_process(model, [micro_batch(seed) for seed in range(4)])
+    metrics, gradients, _ = expected
+    assert metrics["grad_norm"] > 0.1  # so the clip to 0.05 is at work
+    loud = [name for name, gradient in gradients.items() if gradient.abs().max() > 1e-4]
+    assert any(".experts." in name for name in loud) and any(".gate." in name for name in loud)
+    run_ranks(check_step, world_size, ep, model, expected, shares)
+
+
+def test_micro_batching_does_not_change_the_gradient():
+    model = tiny_policy("qwen3_moe")
+    batches = [micro_batch(seed) for seed in range(2)]
+    joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    metrics, gradients, _ = single_process(model, batches)
+    joined_metrics, joined_gradients, _ = single_process(model, [joined])
+    assert joined_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(joined_gradients[name], gradient, rtol=0, atol=1e-7)
+
+
+def test_two_runs_give_the_same_bits():
+    runs = [single_process(tiny_policy("deepseek_v3"), [micro_batch(0), micro_batch(1)]) for _ in range(2)]
+    assert runs[0][0] == runs[1][0]
+    assert tensor_digest(runs[0][2].items()) == tensor_digest(runs[1][2].items())
+
+
+def test_logprob_and_entropy_belong_to_the_token_they_predict():
+    model = tiny_policy("qwen3_moe")
+    ids_BL = token_ids(0, num_sequences=1, length=4)
+    logprob_BL, entropy_BL = token_logprobs_and_entropy(model, ids_BL, torch.ones_like(ids_BL), temperature=0.5)
+    assert logprob_BL.shape == ids_BL.shape and logprob_BL[0, 0] == 0 and entropy_BL[0, 0] == 0
+    for t in range(1, 4):
+        distribution_V = (model(input_ids=ids_BL[:, :t]).logits[0, -1] / 0.5).softmax(0)
+        assert logprob_BL[0, t].item() == pytest.approx(distribution_V[ids_BL[0, t]].log().item(), abs=1e-5)
+        entropy = -(distribution_V * distribution_V.log()).sum().item()
+        assert entropy_BL[0, t].item() == pytest.approx(entropy, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_padding_on_either_side_changes_nothing_and_has_no_logprob(family):
+    model = tiny_policy(family)
+    ids, pad = token_ids(0, num_sequences=1, length=5), torch.zeros(1, 2, dtype=torch.int64)
+    ones = torch.ones_like(ids)
+    plain = token_logprobs_and_entropy(model, ids, ones, 1.0)
+    right = token_logprobs_and_entropy(model, torch.cat([ids, pad], 1), torch.cat([ones, pad], 1), 1.0)
+    left = token_logprobs_and_entropy(model, torch.cat([pad, ids], 1), torch.cat([pad, ones], 1), 1.0)
+    for expected, after, before in zip(plain, right, left, strict=True):
+        torch.testing.assert_close(after[:, :5], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(before[:, 2:], expected, rtol=0, atol=1e-5)
+        assert after[:, 5:].abs().sum() == 0 and before[:, :3].abs().sum() == 0
+
+
+def check_skip(rank: int, world_size: int, model: PreTrainedModel, case: str) -> None:
+    mesh = make_mesh(world_size, ep=2)
+    assert mesh.ep_group is not None
+    attach_dispatcher(model, make_dispatcher("all_to_all", mesh.ep_group))
+    optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
+    before = tensor_digest(disk_tensors(model))
+
+    def loss_fn(logprob_BL: Tensor, entropy_BL: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = weighted_loss(logprob_BL, entropy_BL, batch)
+        if rank == 1 and case == "loss":
+            return loss * torch.nan, metrics
+        if rank == 1 and case == "gradient":  # sqrt(0) is finite and its slope is not
+            return loss + (logprob_BL * 0).sum().abs().sqrt(), metrics
+        return loss, metrics
+
+    def step() -> dict[str, float]:
+        return train_minibatch(
+            model, optimizer, mesh, [micro_batch(rank)], loss_fn, num_global_tokens=100, max_grad_norm=1.0
+        )
+
+    assert step()["skipped"] == 1
+    assert tensor_digest(disk_tensors(model)) == before and not optimizer.state
+    case = "sound"
+    assert step()["skipped"] == 0  # and the next step is not poisoned
+    assert tensor_digest(disk_tensors(model)) != before
+
+
+@pytest.mark.parametrize("case", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(case):
+    run_ranks(check_skip, 2, tiny_policy("qwen3_moe"), case)
+
+
+def check_disagreement(rank: int, world_size: int, model: PreTrainedModel) -> None:
+    mesh = make_mesh(world_size, ep=1)
+    attach_dispatcher(model, LocalDispatcher())
+    optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
+    with pytest.raises(ValueError, match=r"must be equal on all ranks, got 10 to 11"):
+        train_minibatch(model, optimizer, mesh, [], weighted_loss, num_global_tokens=10 + rank, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match=r"num_global_tokens must be positive, got 0"):
+        train_minibatch(model, optimizer, mesh, [], weighted_loss, num_global_tokens=0, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match=r"world_size must equal the number of ranks started, got world_size=3 and 2"):
+        make_mesh(3, 1)
+
+
+def test_ranks_that_disagree_on_the_token_count_are_refused():
+    run_ranks(check_disagreement, 2, tiny_policy("qwen3_moe"))
+
+
+def check_empty_passes(rank: int, world_size: int, model: PreTrainedModel) -> None:
+    mesh = make_mesh(world_size, ep=2)
+    assert mesh.ep_group is not None
+    attach_dispatcher(model, make_dispatcher("all_to_all", mesh.ep_group))
+    passes: list[int] = []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
+    metrics = train_minibatch(
+        model,
+        optimizer,
+        mesh,
+        [micro_batch(0)] * rank,
+        weighted_loss,
+        num_global_tokens=100,
+        max_grad_norm=1.0,
+        min_micro_batches=3,
+    )
+    assert len(passes) == 3 and metrics["micro_batches"] == 1
+
+
+def test_every_rank_makes_at_least_the_asked_number_of_passes():
+    run_ranks(check_empty_passes, 2, tiny_policy("qwen3_moe"))
+
+
+def check_reduction(rank: int, world_size: int, model: PreTrainedModel) -> None:
+    """Gradients of one on every rank, in buckets so small that there are many."""
+    mesh = make_mesh(world_size, ep=2)
+    assert (mesh.ep_rank, mesh.replicate_rank) == (rank % 2, rank // 2)
+    assert mesh.ep_group is not None and mesh.replicate_group is not None
+    assert dist.get_process_group_ranks(mesh.ep_group) == [rank - rank % 2, rank - rank % 2 + 1]
+    assert dist.get_process_group_ranks(mesh.replicate_group) == [rank % 2, rank % 2 + 2]
+    attach_dispatcher(model, make_dispatcher("all_to_all", mesh.ep_group))
+    for name, param in model.named_parameters():
+        param.grad = None if "norm" in name and rank else torch.ones_like(param)
+    reduce_gradients(model, mesh, bucket_bytes=4096)
+    total = 0
+    for name, param in model.named_parameters():
+        summed = 2 if ".experts." in name else 1 if "norm" in name else 4
+        assert param.grad is not None and (param.grad == summed).all(), name
+        total += param.numel() * summed**2 * (2 if ".experts." in name else 1)  # the other rank's experts too
+    assert clip_gradients(model, mesh, max_norm=1.0) == pytest.approx(total**0.5, rel=1e-12)
+    assert clip_gradients(model, mesh, max_norm=9.0) == pytest.approx(1.0, rel=1e-5)
+    assert clip_gradients(model, mesh, max_norm=0.5) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_gradients_are_summed_where_a_parameter_is_shared_and_counted_once_in_the_norm():
+    run_ranks(check_reduction, 4, tiny_policy("qwen3_moe"))
+
+
+def test_a_mesh_or_norm_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match=r"ep must divide world_size, got ep=3, world_size=8. .* \[1, 2, 4, 8\]"):
+        make_mesh(8, 3)
+    with pytest.raises(ValueError, match=r"got world_size=2 and no process group"):
+        make_mesh(2, 1)
+    with pytest.raises(ValueError, match=r"max_norm must be positive, got 0"):
+        clip_gradients(tiny_policy("qwen3_moe"), make_mesh(1, 1), 0)
+    assert VOCAB > token_ids(0).max()
