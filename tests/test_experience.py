@@ -4,6 +4,7 @@ Leases expire without waiting: an "impatient" buffer of the same campaign calls 
 What these tests cannot see: the loss of a server's disk or of a whole node, and a failover to a replica.
 """
 
+import pickle
 import random
 import time
 import uuid
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field
 import pytest
 import valkey
 
-from tasks.embedded.valkey import ensure_valkey
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.errors import (
     IterationDropped,
@@ -23,16 +23,6 @@ from tasks.experience.errors import (
 from tasks.experience.records import Group, Lease, Produced, Unscored, WorkItem
 
 Open = Callable[..., ExperienceBuffer]
-
-
-@pytest.fixture(scope="session")
-def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return ensure_valkey(tmp_path_factory.mktemp("valkey"))
-
-
-@pytest.fixture
-def campaign() -> str:
-    return f"test-{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture
@@ -91,7 +81,8 @@ def test_one_iteration_requires_one_policy_version(open_buffer: Open) -> None:
     buffer.put_work([item(0)])
     with pytest.raises(PolicyVersionMismatch) as refused:
         buffer.lease("w", iteration=1, policy_version=6)
-    assert refused.value.required == 7
+    assert pickle.loads(pickle.dumps(refused.value)).required == 7
+    assert "must be 7" in str(refused.value) and "got 6" in str(refused.value)
     with pytest.raises(PolicyVersionMismatch):
         buffer.put_work([item(1, policy_version=8)])
 
@@ -111,6 +102,7 @@ def test_an_expired_lease_is_taken_over_and_a_live_one_is_not(open_buffer: Open)
     buffer = open_buffer(lease_seconds=0.2)
     buffer.put_work([item(0)])
     (lease,) = buffer.lease("w1", iteration=1)
+    time.sleep(0.02)
     assert buffer.lease("w2", iteration=1) == []
     time.sleep(0.25)
     (second,) = buffer.lease("w2", iteration=1)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from policies import VOCAB, tiny_policy, token_ids
+from policies import tiny_policy, token_ids
 from ranks import run_ranks
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -85,13 +85,13 @@ def check_step(rank: int, world_size: int, ep: int, model: PreTrainedModel, expe
     for name, value in expected_metrics.items():
         assert metrics[name] == pytest.approx(value, rel=1e-5), name
     for name, gradient in gradients.items():
-        # the largest gradient is 0.01 to 0.05 after clipping; 1e-7 is 1e-5 of it and 30 times what is measured
+        # the largest gradient after clipping is 4e-3 to 6e-3: 5e-8 is 1e-5 of it, 25 times what is measured
         torch.testing.assert_close(
-            gradient, expected_gradients[name], rtol=0, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
+            gradient, expected_gradients[name], rtol=0, atol=5e-8, msg=lambda m, n=name: f"{n}: {m}"
         )
     for name, weight in disk_tensors(model):
-        # step 1e-3 * g / (|g| + eps 1e-5), so a gradient off by 1e-7 moves a weight by 1e-5 at most
-        torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=1e-5)
+        # the step is 1e-3 * g / (|g| + eps 1e-5): a gradient off by 5e-8 moves a weight by 5e-6 at most
+        torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=5e-6)
 
 
 LAYOUTS = [
@@ -122,7 +122,7 @@ def test_micro_batching_does_not_change_the_gradient():
     joined_metrics, joined_gradients, _ = single_process(model, [joined])
     assert joined_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(joined_gradients[name], gradient, rtol=0, atol=1e-7)
+        torch.testing.assert_close(joined_gradients[name], gradient, rtol=0, atol=5e-8)
 
 
 def test_two_runs_give_the_same_bits():
@@ -134,7 +134,9 @@ def test_two_runs_give_the_same_bits():
 def test_logprob_and_entropy_belong_to_the_token_they_predict():
     model = tiny_policy("qwen3_moe")
     ids_BL = token_ids(0, num_sequences=1, length=4)
-    logprob_BL, entropy_BL = token_logprobs_and_entropy(model, ids_BL, torch.ones_like(ids_BL), temperature=0.5)
+    logprob_BL, entropy_BL = token_logprobs_and_entropy(
+        model, ids_BL, torch.ones_like(ids_BL), temperature=0.5
+    )
     assert logprob_BL.shape == ids_BL.shape and logprob_BL[0, 0] == 0 and entropy_BL[0, 0] == 0
     for t in range(1, 4):
         distribution_V = (model(input_ids=ids_BL[:, :t]).logits[0, -1] / 0.5).softmax(0)
@@ -164,7 +166,9 @@ def check_skip(rank: int, world_size: int, model: PreTrainedModel, case: str) ->
     optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     before = tensor_digest(disk_tensors(model))
 
-    def loss_fn(logprob_BL: Tensor, entropy_BL: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_fn(
+        logprob_BL: Tensor, entropy_BL: Tensor, batch: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = weighted_loss(logprob_BL, entropy_BL, batch)
         if rank == 1 and case == "loss":
             return loss * torch.nan, metrics
@@ -194,10 +198,14 @@ def check_disagreement(rank: int, world_size: int, model: PreTrainedModel) -> No
     attach_dispatcher(model, LocalDispatcher())
     optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     with pytest.raises(ValueError, match=r"must be equal on all ranks, got 10 to 11"):
-        train_minibatch(model, optimizer, mesh, [], weighted_loss, num_global_tokens=10 + rank, max_grad_norm=1.0)
+        train_minibatch(
+            model, optimizer, mesh, [], weighted_loss, num_global_tokens=10 + rank, max_grad_norm=1.0
+        )
     with pytest.raises(ValueError, match=r"num_global_tokens must be positive, got 0"):
         train_minibatch(model, optimizer, mesh, [], weighted_loss, num_global_tokens=0, max_grad_norm=1.0)
-    with pytest.raises(ValueError, match=r"world_size must equal the number of ranks started, got world_size=3 and 2"):
+    with pytest.raises(
+        ValueError, match=r"world_size must equal the number of ranks started, got world_size=3 and 2"
+    ):
         make_mesh(3, 1)
 
 
@@ -255,10 +263,9 @@ def test_gradients_are_summed_where_a_parameter_is_shared_and_counted_once_in_th
 
 
 def test_a_mesh_or_norm_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match=r"ep must divide world_size, got ep=3, world_size=8. .* \[1, 2, 4, 8\]"):
+    with pytest.raises(ValueError, match=r"ep must divide world_size, got ep=3, .* \[1, 2, 4, 8\]"):
         make_mesh(8, 3)
     with pytest.raises(ValueError, match=r"got world_size=2 and no process group"):
         make_mesh(2, 1)
     with pytest.raises(ValueError, match=r"max_norm must be positive, got 0"):
         clip_gradients(tiny_policy("qwen3_moe"), make_mesh(1, 1), 0)
-    assert VOCAB > token_ids(0).max()

@@ -13,6 +13,7 @@ from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tasks.policy.dispatch import Dispatcher, LocalDispatcher, make_dispatcher
@@ -33,7 +34,9 @@ from tasks.policy.weights import (
     write_shard,
 )
 
-SPLIT_FAMILIES = [family for family in FAMILIES if family != "gpt_oss"]  # gpt_oss stores all experts in one tensor
+SPLIT_FAMILIES = [
+    family for family in FAMILIES if family != "gpt_oss"
+]  # gpt_oss stores all experts in one tensor
 
 
 def write(model: PreTrainedModel, folder: Path, dispatcher: Dispatcher) -> None:
@@ -104,6 +107,20 @@ def test_two_ranks_write_what_one_rank_reads(tmp_path):
         torch.testing.assert_close(ours, logits, rtol=0, atol=1e-5)
 
 
+def check_stacked_family(rank: int, world_size: int, folder: Path, expected_BLV: Tensor) -> None:
+    model = load_policy(folder, dispatcher=make_dispatcher("all_to_all", dist.group.WORLD))
+    torch.testing.assert_close(model(input_ids=token_ids(0)).logits, expected_BLV, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"must be written from one rank, .* got 4 of 8. Set ep to 1"):
+        list(disk_tensors(model))
+
+
+def test_experts_stacked_on_disk_load_on_two_ranks_and_are_not_written_from_them(tmp_path):
+    model = tiny_policy("gpt_oss")
+    with torch.no_grad():
+        expected_BLV = model(input_ids=token_ids(0)).logits
+    run_ranks(check_stacked_family, 2, saved(model, tmp_path), expected_BLV)
+
+
 def test_shards_carry_the_metadata_that_transformers_demands(tmp_path):
     shard = write_shard(tmp_path, [("a", torch.ones(2))], 1, 2)
     assert shard.file_name == "model-00002-of-00002.safetensors" and shard.num_bytes == {"a": 8}
@@ -116,7 +133,12 @@ def test_digest_tells_value_shape_type_and_name_apart_but_not_the_split():
     a, b = ("a", torch.arange(4.0)), ("b", torch.ones(2, dtype=torch.bfloat16))
     whole = tensor_digest([a, b])
     assert whole == merge_digests([digest_tensors([b]), digest_tensors([a])])
-    others = [("a", torch.arange(4.0) + 1e-7), ("a", a[1].view(2, 2)), ("a", a[1].view(torch.int32)), ("c", a[1])]
+    others = [
+        ("a", torch.arange(4.0) + 1e-7),
+        ("a", a[1].view(2, 2)),
+        ("a", a[1].view(torch.int32)),
+        ("c", a[1]),
+    ]
     assert len({whole, *(tensor_digest([other, b]) for other in others)}) == 5
     with pytest.raises(ValueError, match=r"every tensor must come from one rank, got 1 from two: \['a'\]"):
         merge_digests([digest_tensors([a]), digest_tensors([a])])
@@ -125,7 +147,8 @@ def test_digest_tells_value_shape_type_and_name_apart_but_not_the_split():
 def test_bfloat16_is_bfloat16_except_what_the_family_pins(tmp_path):
     source = saved(tiny_policy("deepseek_v3"), tmp_path)
     model = load_policy(source, dispatcher=LocalDispatcher(), dtype=torch.bfloat16)
-    others = {name: tensor.dtype for name, tensor in stored_tensors(model) if tensor.dtype != torch.bfloat16}
+    dtypes = {name: tensor.dtype for name, tensor in stored_tensors(model)}
+    others = {name: dtype for name, dtype in dtypes.items() if dtype != torch.bfloat16}
     assert others == {"model.layers.1.mlp.gate.e_score_correction_bias": torch.float32}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert model(input_ids=token_ids(0)).logits.isfinite().all()
@@ -146,16 +169,22 @@ def test_a_checkpoint_that_is_not_the_model_is_refused(tmp_path):
     assert f"1 missing ['{gone}'] and 0 unexpected" in refusal(without)
     assert "0 missing [] and 1 unexpected ['surprise']" in refusal({**tensors, "surprise": torch.ones(1)})
     # one column would broadcast silently into the whole matrix
-    assert f"{gone} must have the model's shape (16, 32), got (16, 1)" in refusal({**tensors, gone: torch.ones(16, 1)})
+    assert f"{gone} must have the model's shape (16, 32), got (16, 1)" in refusal(
+        {**tensors, gone: torch.ones(16, 1)}
+    )
     (source / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"must hold model.safetensors.index.json or model.safetensors, got neither"):
+    with pytest.raises(
+        ValueError, match=r"must hold model.safetensors.index.json or model.safetensors, got neither"
+    ):
         load_policy(source, dispatcher=LocalDispatcher())
 
 
 def test_a_second_copy_of_a_tied_weight_is_passed_over(tmp_path):
     source = saved(tiny_policy("qwen3_moe"), tmp_path)
     tensors = load_file(source / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": torch.zeros(1)}, source / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**tensors, "lm_head.weight": torch.zeros(1)}, source / "model.safetensors", metadata={"format": "pt"}
+    )
     model = load_policy(source, dispatcher=LocalDispatcher())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
@@ -163,11 +192,13 @@ def test_a_second_copy_of_a_tied_weight_is_passed_over(tmp_path):
 
 def test_an_index_with_a_tensor_twice_or_a_file_absent_is_refused(tmp_path):
     shards = [write_shard(tmp_path, [("a", torch.ones(1))], rank, 2) for rank in range(2)]
-    with pytest.raises(ValueError, match=r"every tensor must be in one shard, got 1 again in model-00002-of-00002"):
+    with pytest.raises(ValueError, match=r"must be in one shard, got 1 again in model-00002-of-00002"):
         write_index(tmp_path, shards)
     saved(tiny_policy("qwen3_moe"), tmp_path)
     write_index(tmp_path, [Shard(file_name="elsewhere.safetensors", num_bytes={"a": 4})])
-    with pytest.raises(ValueError, match=r"must list files that exist, got \['elsewhere.safetensors'\] absent"):
+    with pytest.raises(
+        ValueError, match=r"must list files that exist, got \['elsewhere.safetensors'\] absent"
+    ):
         load_policy(tmp_path, dispatcher=LocalDispatcher())
 
 
@@ -175,14 +206,20 @@ def sum_of_logprobs(logprob_BL: Tensor, entropy_BL: Tensor, micro_batch) -> tupl
     return -logprob_BL.sum() / 100, {}
 
 
-def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, mesh: ParallelMesh, seeds: list[int]) -> None:
+def train(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, mesh: ParallelMesh, seeds: list[int]
+) -> None:
     """One step over the given batches, shared out over the ranks."""
     mine = seeds[mesh.rank :: mesh.world_size]
-    batches = [{"input_ids": token_ids(seed), "attention_mask": torch.ones_like(token_ids(seed))} for seed in mine]
-    train_minibatch(model, optimizer, mesh, batches, sum_of_logprobs, num_global_tokens=100, max_grad_norm=0.5)
+    batches = [
+        {"input_ids": token_ids(seed), "attention_mask": torch.ones_like(token_ids(seed))} for seed in mine
+    ]
+    train_minibatch(
+        model, optimizer, mesh, batches, sum_of_logprobs, num_global_tokens=100, max_grad_norm=0.5
+    )
 
 
-def optimizer_of(model: PreTrainedModel) -> torch.optim.Optimizer:
+def optimizer_of(model: PreTrainedModel) -> Optimizer:
     return make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.01)
 
 
@@ -196,7 +233,9 @@ def test_a_resumed_run_continues_bit_for_bit(family, tmp_path):
     write(model, tmp_path, LocalDispatcher())
     (tmp_path / "model.safetensors").unlink()
     write_index(
-        tmp_path, [write_shard(tmp_path, optimizer_tensors(model, optimizer), 0, 1, stem="optimizer")], stem="optimizer"
+        tmp_path,
+        [write_shard(tmp_path, optimizer_tensors(model, optimizer), 0, 1, stem="optimizer")],
+        stem="optimizer",
     )
     train(model, optimizer, mesh, [5, 6])
 
@@ -253,5 +292,7 @@ def test_a_run_on_two_ranks_resumes_on_one(family, tmp_path):
     continued = read_all(tmp_path / "continued")
     for name, tensor in disk_tensors(model):
         # one AdamW step of 1e-3 from gradients equal to 1e-8: 1e-3 * 1e-8 / eps 1e-5 = 1e-6
-        torch.testing.assert_close(tensor, continued[name], rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            tensor, continued[name], rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
     assert any((tensor - before[name]).abs().max() > 5e-4 for name, tensor in disk_tensors(model))

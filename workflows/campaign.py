@@ -3,6 +3,8 @@
     pyflyte run workflows/campaign.py campaign --config configs/campaigns/laptop.yaml
 """
 
+import warnings
+
 from flytekit import LaunchPlan, dynamic, workflow
 
 from tasks import placement
@@ -14,6 +16,9 @@ from tasks.records import CampaignRun, CampaignState, CampaignSummary
 from tasks.report import report
 from tasks.train import UPDATE_POLICY
 from workflows.iteration import iteration
+
+# flytekit spells the negative of a flag twice (--no_fresh, --no-fresh), which click answers with a warning a run.
+warnings.filterwarnings("ignore", message="The parameter --fresh is used more than once")
 
 
 @dynamic(**placement.CPU.task_arguments())

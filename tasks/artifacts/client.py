@@ -1,5 +1,4 @@
-"""One S3 bucket as the store needs it: conditional writes, reads by VersionId, checksums, and errors that say
-what to do.
+"""One S3 bucket as the store needs it: conditional writes, reads by VersionId, checksums, telling errors.
 
 Every request goes through ``Bucket._call``. S3 answers a lost race for a key in two ways: 412 (the key
 exists) and 409 (another conditional write is in flight, nothing is decided). Only 412 means "exists"; 409 is
@@ -38,8 +37,8 @@ PART_BYTES = 16 << 20
 MAX_PARTS = 9000
 """S3 allows 10,000."""
 _UNAVAILABLE = (
-    f"It was asked {MAX_ATTEMPTS} times. An embedded server answers so when its disk is full: see `df` and server.log "
-    "in the store's folder. Amazon S3: try again later."
+    f"It was asked {MAX_ATTEMPTS} times. An embedded server answers so when its disk is full: see `df` and "
+    "server.log in the store's folder. Amazon S3: try again later."
 )
 _ERRORS = (ClientError, BotoCoreError, Boto3Error)
 _BROKEN = (ConnectionError, HTTPClientError, IncompleteReadError)
@@ -103,10 +102,9 @@ class Bucket:
         )
         if answer.get("Status") != "Enabled":
             raise ValueError(
-                f"bucket {self.name} must have versioning enabled, got "
-                f"{answer.get('Status', 'never enabled')}. "
-                f"Run: aws s3api put-bucket-versioning --bucket {self.name} --versioning-configuration "
-                "Status=Enabled"
+                f"bucket {self.name} must have versioning enabled, got {answer.get('Status', 'none')}. Run: "
+                f"aws s3api put-bucket-versioning --bucket {self.name} "
+                "--versioning-configuration Status=Enabled"
             )
 
     def create_versioned(self) -> None:
@@ -181,9 +179,8 @@ class Bucket:
                     raise
             back_off(attempt)
         raise StoreError(
-            f"a conditional write of {key} must be decided within {MAX_CONFLICTS} attempts, got 409 each "
-            "time. "
-            "Several writers share this key: let one campaign run at a time.",
+            f"a conditional write of {key} must be decided within {MAX_CONFLICTS} attempts, got 409 every "
+            "time. Several writers share this key: let one campaign run at a time.",
             reason="unavailable",
         )
 
@@ -233,7 +230,7 @@ class Bucket:
         )
 
     def _call(self, verb: str, key: str, request: Callable[[], T]) -> T:
-        """Make a request; once more, over a new connection, if the first broke in spite of botocore's retries."""
+        """Make a request; once more, over a new connection, if the first one broke."""
         try:
             return request()
         except _ERRORS as error:
@@ -251,15 +248,9 @@ class Bucket:
             status, code = _status(error), _code(error)
             got = f"{status} {code} {error.response.get('Error', {}).get('Message', '')}".strip()
             if code == "NoSuchBucket":
-                reason, advice = (
-                    "no_bucket",
-                    "Create the bucket with versioning, or correct checkpoint.store.",
-                )
+                reason, advice = "no_bucket", "Create it with versioning, or correct checkpoint.store."
             elif status in (401, 403) or code in _CREDENTIAL_CODES:
-                reason, advice = (
-                    "credentials",
-                    "Check this process's AWS credentials and its rights on the bucket.",
-                )
+                reason, advice = "credentials", "Check the AWS credentials and their rights on the bucket."
             elif status >= 500 or status == 429:
                 reason, advice = "unavailable", _UNAVAILABLE
             else:
@@ -289,4 +280,5 @@ def _code(error: ClientError) -> str:
 
 
 def back_off(attempt: int) -> None:
+    """Wait 10 to 640 ms. SystemRandom: two seeded trainers would otherwise wait equally long."""
     time.sleep(random.SystemRandom().uniform(0.5, 1.0) * 0.02 * 2 ** min(attempt, 5))

@@ -135,9 +135,8 @@ class PolicyStore:
             raise ValueError(f"manifest.campaign must be {self.campaign!r}, got {manifest.campaign!r}.")
         if manifest.version and self._bucket.head(self._manifest_key(manifest.version - 1)) is None:
             raise ValueError(
-                f"versions must have no gaps: version {manifest.version} of campaign {self.campaign} "
-                "needs version "
-                f"{manifest.version - 1}, got none. Publish head() + 1."
+                f"versions must have no gaps: version {manifest.version} of campaign {self.campaign} needs "
+                f"version {manifest.version - 1}, got none. Publish head() + 1."
             )
         key = self._manifest_key(manifest.version)
         data = manifest.model_dump_json().encode()
@@ -146,11 +145,10 @@ class PolicyStore:
             published, existing = self._read_manifest(manifest.version)
             if existing.content_digest() != manifest.content_digest():
                 raise VersionConflict(
-                    f"version {manifest.version} of campaign {self.campaign} must be published once, got "
-                    "two results.\n"
+                    f"version {manifest.version} of campaign {self.campaign} must be published once, "
+                    "got two results.\n"
                     f"  published: {existing.summary()}\n  refused:   {manifest.summary()}\n"
-                    "Another trainer of this campaign was first: go on from head(), or use another "
-                    "campaign name."
+                    "Another trainer of this campaign was first: go on from head(), or use another name."
                 )
         else:
             published = self._reference(manifest.version, version_id, data)
@@ -162,9 +160,7 @@ class PolicyStore:
         hint = self._bucket.get(self._root + "latest.json")
         hinted = json.loads(hint[0])["version"] if hint else None
         newest = hinted
-        if (
-            newest is None
-        ):  # no hint proves nothing: the publisher may have been killed before it, or it was lost
+        if newest is None:  # proves nothing: a publisher was killed before it wrote the hint, or it was lost
             newest = max(self._versions(), default=None)
             if newest is None:
                 return None
@@ -188,7 +184,7 @@ class PolicyStore:
             return list(pool.map(self.manifest, self._versions()))
 
     def pull(self, version: int | PolicyVersion, *, pattern: str = "*", without: str = "") -> Path:
-        """A local folder with the version's files, each verified, but for those whose names match ``without``.
+        """A local folder with the version's files, each verified; those that match ``without`` are left out.
 
         Do not write into it.
         """
@@ -217,16 +213,12 @@ class PolicyStore:
         full = self._object_key(key)
         if self._bucket.put(full, data, absent=True) is None:
             existing = self._bucket.get(full)
-            if existing is None or existing[0] != data:
-                got = (
-                    "nothing"
-                    if existing is None
-                    else f"{len(existing[0])} bytes, {_sha256(existing[0])[:12]}"
-                )
+            stored = b"" if existing is None else existing[0]
+            if stored != data:
                 raise ObjectConflict(
-                    f"object {key} of campaign {self.campaign} must be written once, got other content: "
-                    f"stored {got}; "
-                    f"refused {len(data)} bytes, {_sha256(data)[:12]}. Use another key."
+                    f"object {key} of campaign {self.campaign} must be written once, got two contents: "
+                    f"stored {len(stored)} bytes, sha256 {_sha256(stored)[:12]}; "
+                    f"refused {len(data)} bytes, sha256 {_sha256(data)[:12]}. Use another key."
                 )
         return self._uri(full)
 
@@ -240,8 +232,57 @@ class PolicyStore:
         data = self.find_object(key)
         if data is None:
             uri = self._uri(self._object_key(key))
-            raise NotFound(
-                f"object {key} of campaign {self.campaign} must exist, got none at {self._uri(self._root + key)}."
+            raise NotFound(f"object {key} of campaign {self.campaign} must exist, got none at {uri}.")
+        return data
+
+    def find_object(self, key: str) -> bytes | None:
+        """The object's content; None if there is none."""
+        found = self._bucket.get(self._object_key(key))
+        return found[0] if found else None
+
+    def list_objects(self, prefix: str = "") -> list[str]:
+        """Keys that start with the prefix, ascending, as ``get_object`` takes them."""
+        keys = (key.removeprefix(self._root) for key in self._bucket.keys(self._root + prefix))
+        return [key for key in keys if not key.startswith(_RESERVED)]
+
+    # Below: keys, and the steps of the above
+
+    def _blob_key(self, digest: str) -> str:
+        return f"{self._root}blobs/sha256/{digest[:2]}/{digest}"
+
+    def _manifest_key(self, version: int) -> str:
+        return f"{self._root}versions/{version:012d}/manifest.json"
+
+    def _object_key(self, key: str) -> str:
+        if not key or key.startswith(("/", *_RESERVED)) or ".." in key.split("/"):
+            raise ValueError(f"key must be a relative path outside {', '.join(_RESERVED)}, got {key!r}.")
+        return self._root + key
+
+    def _uri(self, key: str) -> str:
+        return f"s3://{self._bucket.name}/{key}"
+
+    def _reference(self, version: int, version_id: str, data: bytes) -> PolicyVersion:
+        return PolicyVersion(
+            campaign=self.campaign,
+            version=version,
+            manifest_uri=self._uri(self._manifest_key(version)),
+            version_id=version_id,
+            manifest_sha256=_sha256(data),
+        )
+
+    def _stored_blob(self, digest: str, size: int) -> Blob | None:
+        """The blob if it is stored with this size and, where S3 knows it, this digest."""
+        key = self._blob_key(digest)
+        stored = self._bucket.head(key)
+        if stored is None or stored.size != size or stored.sha256 not in ("", digest):
+            return None
+        return Blob(sha256=digest, size=size, key=key, version_id=stored.version_id)
+
+    def _present(self, blob: Blob | None, digest: str) -> Blob:
+        if blob is None:
+            raise CorruptArtifact(
+                f"{self._uri(self._blob_key(digest))} must exist with its content after it was written, got "
+                "none or other content. Something else writes below this prefix."
             )
         return blob
 
@@ -277,9 +318,8 @@ class PolicyStore:
                 return
             back_off(attempt)
         raise StoreError(
-            f"{self._uri(key)} must be moved to version {version} within 20 attempts, got a lost race "
-            "each time. "
-            "The version is published; let one campaign of this name run at a time.",
+            f"{self._uri(key)} must be moved to version {version} within 20 attempts, got a lost race each "
+            "time. The version is published; let one campaign of this name run at a time.",
             reason="unavailable",
         )
 

@@ -57,12 +57,14 @@ def wait_for_last_user(spec: dict, server: subprocess.Popen, wakeup: int) -> Non
 
 
 def stop(server: subprocess.Popen, grace_s: float) -> None:
-    server.terminate()
-    try:
-        server.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+    """SIGTERM, a grace period, SIGKILL; whatever the server started ends with it."""
+    if server.poll() is None:
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(grace_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 def die_with_guard() -> None:
@@ -87,16 +89,15 @@ def main() -> None:
         cwd=spec["cwd"],
         env=spec["env"],
         pass_fds=[lock],
+        process_group=0,
         preexec_fn=die_with_guard,
     )
     started = time.monotonic()
     wait_for_last_user(spec, server, wakeup)
-    if server.poll() is None:
-        stop(server, spec["grace_s"])
-    else:
-        print(
-            f"guard: the server ended by itself, code {server.returncode}, {time.monotonic() - started:.1f} s"
-        )
+    if server.poll() is not None:
+        lived = time.monotonic() - started
+        print(f"guard: the server ended by itself, code {server.returncode}, after {lived:.1f} s")
+    stop(server, spec["grace_s"])
     for path in [spec["discovery"], spec["discovery"] + ".stopping", *spec["leftovers"]]:
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -2,7 +2,7 @@
 folder.
 
 An acknowledged write survives the death of every process (it is in the kernel before the answer); a power cut
-can lose the last second. Memory is never evicted: a full server refuses writes.
+can lose the last second. Nothing is ever evicted; the buffer bounds its own size.
 """
 
 import os
@@ -33,7 +33,6 @@ def _plan(folder: Path, ports: list[int]) -> Launch:
         "appendonly yes",
         "appendfsync everysec",
         'save ""',
-        "maxmemory 1gb",  # a laptop's share; a full server refuses writes, it never drops them
         "maxmemory-policy noeviction",
         "daemonize no",
     ]

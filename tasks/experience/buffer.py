@@ -72,7 +72,7 @@ class ExperienceBuffer:
             "put_work", lambda: self._run("put", iteration, argv), timeout_seconds=60.0
         )
         if reply[0] == -1:
-            raise PolicyVersionMismatch(iteration=iteration, required=int(reply[1]), got=version)
+            raise PolicyVersionMismatch(iteration, int(reply[1]), version)
         if reply[0] == -2:
             raise IterationDropped(
                 f"iteration {iteration} of campaign {self.campaign} must be open to take work, got a "
@@ -184,8 +184,7 @@ class ExperienceBuffer:
         return int(self._run("return", iteration, _holders(scorer, handles)))
 
     def publish_scored(self, scorer: str, iteration: int, scored: Sequence[tuple[str, Group]]) -> int:
-        """Store scored groups and settle the entries they came from, atomically; returns how many were
-        stored.
+        """Store scored groups and settle their entries, atomically; returns how many were stored.
 
         A handle that another attempt took over is skipped: its new holder will publish. Never refused for
         lack of memory, since it frees what it replaces.
@@ -283,7 +282,7 @@ class ExperienceBuffer:
         argv = [stream, consumer, self._lease_ms, self._max_attempts, number, wanted]
         code, detail, *taken = self._run("take", iteration, argv)
         if code == -1:
-            raise PolicyVersionMismatch(iteration=iteration, required=int(detail), got=version)
+            raise PolicyVersionMismatch(iteration, int(detail), version)
         if detail:
             raise BufferDamaged(
                 f"every leased entry of {self._key(iteration, stream)} must exist until it is settled, got "

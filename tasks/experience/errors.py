@@ -12,12 +12,16 @@ class LeaseLost(ExperienceError):
 class PolicyVersionMismatch(ExperienceError):
     """The iteration's items require another policy version. A worker loads ``required`` and asks again."""
 
-    def __init__(self, *, iteration: int, required: int, got: int | None) -> None:
-        super().__init__(
-            f"policy_version of iteration {iteration} must be {required}, which its work was first put "
-            f"with, got {got}. Load version {required}, or put all work of the iteration with one version."
+    def __init__(self, iteration: int, required: int, got: int | None) -> None:
+        super().__init__(iteration, required, got)  # all of them, or the error does not survive pickling
+        self.iteration, self.required, self.got = iteration, required, got
+
+    def __str__(self) -> str:
+        return (
+            f"policy_version of iteration {self.iteration} must be {self.required}, with which its work was "
+            f"first put, got {self.got}. Load version {self.required}, or put all work of the iteration with "
+            "one version."
         )
-        self.required = required
 
 
 class IterationDropped(ExperienceError):

@@ -120,7 +120,7 @@ def load_policy(
         pieces = {piece.disk_name: piece for piece in disk_pieces(model)}
         for piece, tensor in read_pieces(folder, "model", pieces, _superfluous_names(model)):
             fill(targets[piece.model_name], piece, tensor)
-    return model.eval()
+    return model
 
 
 def fill(target: Tensor, piece: Piece, tensor: Tensor) -> None:
@@ -191,6 +191,7 @@ def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMode
     for field, off in (("output_router_logits", False), ("router_aux_loss_coef", 0.0)):
         if hasattr(config, field):
             setattr(config, field, off)
+    # eval: a dropped unit would make the trained log-probability differ from the sampled token's
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 

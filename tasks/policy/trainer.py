@@ -9,7 +9,7 @@ rank with fewer micro-batches than another runs empty ones, which exchange token
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -89,7 +89,7 @@ def train_minibatch(
     """
     num_passes = _agree_on_passes(model, mesh, len(micro_batches), num_global_tokens, min_micro_batches)
     optimizer.zero_grad(set_to_none=True)
-    sums: dict[str, float] = {"loss": 0.0, "micro_batches": float(len(micro_batches))}
+    sums: dict[str, Tensor] = {}
     for index in range(num_passes):
         if index < len(micro_batches):
             loss, metrics = _loss(model, micro_batches[index], loss_fn, temperature)
@@ -99,7 +99,9 @@ def train_minibatch(
         loss.backward()
     reduce_gradients(model, mesh)
     grad_norm = clip_gradients(model, mesh, max_grad_norm)
-    totals = _sum_over_ranks(sums, mesh)
+    # read once, after all passes: every read stops the device
+    mine = {"loss": 0.0, "micro_batches": float(len(micro_batches))}
+    totals = _sum_over_ranks({**mine, **{name: value.item() for name, value in sums.items()}}, mesh)
     is_finite = math.isfinite(totals["loss"]) and math.isfinite(grad_norm)  # the same answer on every rank
     if is_finite:
         optimizer.step()
@@ -147,9 +149,10 @@ def _agree_on_passes(
     return num_passes
 
 
-def _add(sums: dict[str, float], metrics: Mapping[str, Tensor]) -> None:
+def _add(sums: dict[str, Tensor], metrics: Mapping[str, Tensor]) -> None:
     for name, value in metrics.items():
-        sums[name] = sums.get(name, 0.0) + value.detach().item()
+        value = value.detach().to(torch.float64)
+        sums[name] = sums[name] + value if name in sums else value
 
 
 def _sum_over_ranks(sums: dict[str, float], mesh: ParallelMesh) -> dict[str, float]:
@@ -158,12 +161,8 @@ def _sum_over_ranks(sums: dict[str, float], mesh: ParallelMesh) -> dict[str, flo
         return sums
     by_rank: list[dict[str, float] | None] = [None] * mesh.world_size
     dist.all_gather_object(by_rank, sums, group=mesh.world)
-    return sum_by_name(by_rank)
-
-
-def sum_by_name(by_rank: Iterable[Mapping[str, float] | None]) -> dict[str, float]:
     totals: dict[str, float] = {}
-    for sums in by_rank:
-        for name, value in (sums or {}).items():
+    for theirs in by_rank:
+        for name, value in (theirs or {}).items():
             totals[name] = totals.get(name, 0.0) + value
     return totals

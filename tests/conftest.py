@@ -1,0 +1,50 @@
+"""Real servers for the tests, started once a session. A campaign name a test keeps the tests apart."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tasks.artifacts.store import PolicyStore
+    from tasks.embedded.seaweed import S3Endpoint
+
+
+@pytest.fixture(scope="session")
+def store_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the session's embedded store; its S3 server runs."""
+    from tasks.embedded.seaweed import ensure_s3
+
+    folder = tmp_path_factory.mktemp("store")
+    ensure_s3(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(store_folder: Path) -> S3Endpoint:
+    from tasks.embedded.seaweed import ensure_s3
+
+    return ensure_s3(store_folder)
+
+
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tasks.embedded.valkey import ensure_valkey
+
+    return ensure_valkey(tmp_path_factory.mktemp("buffer"))
+
+
+@pytest.fixture
+def campaign() -> str:
+    return f"test-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def policy_store(store_folder: Path, campaign: str, tmp_path: Path) -> PolicyStore:
+    """The session's store under this test's campaign, with a cache of its own."""
+    from tasks.artifacts.store import open_store
+
+    return open_store(str(store_folder), campaign, cache=tmp_path / "cache")

@@ -1,0 +1,382 @@
+"""Embedded servers: they live exactly as long as somebody uses them. Real processes, real signals.
+
+Most tests use Valkey, which starts in 0.1 s; the code that is tested is the same for SeaweedFS.
+What these tests cannot see: a power cut, a folder on a network file system, and macOS (they read /proc).
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.embedded import process
+from tasks.embedded.disk import require_free_space
+from tasks.embedded.guard import retire
+from tasks.embedded.process import Launch, Server, ensure_running
+from tasks.embedded.seaweed import S3Endpoint, ensure_s3
+from tasks.embedded.valkey import ensure_valkey
+
+ROOT = Path(__file__).resolve().parent.parent
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from tasks.embedded.valkey import ensure_valkey
+from tasks.embedded.seaweed import ensure_s3
+print({"valkey": ensure_valkey, "s3": ensure_s3}[sys.argv[2]](Path(sys.argv[1])), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def leave_servers(tmp_path: Path) -> Iterator[None]:
+    """The test process stops using the servers of its test, which ends them."""
+    yield
+    for folder in [folder for folder in process._memberships if folder.is_relative_to(tmp_path)]:
+        os.close(process._memberships.pop(folder).fifo)
+
+
+@contextlib.contextmanager
+def owner(folder: Path, then: str, kind: str = "valkey") -> Iterator[subprocess.Popen[str]]:
+    """A process that has the server and then does something; a group of its own, as at a terminal."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER + then, str(folder), kind],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        process_group=0,
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def answer(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Every guard and server of the folder: they, and only they, work in it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and (entry / "cwd").readlink().is_relative_to(folder):
+                found.append(int(entry.name))
+    return found
+
+
+def server_of(folder: Path) -> int:
+    """The server's own process: the guard's child."""
+    guard = json.loads((folder / "server.json").read_text())["guard"]
+    return int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
+
+
+def wait_until_gone(folder: Path, seconds: float = 15.0) -> None:
+    end = time.monotonic() + seconds
+    while processes_of(folder):
+        assert time.monotonic() < end, f"still running: {processes_of(folder)}"
+        time.sleep(0.02)
+
+
+def ping(url: str) -> bytes:
+    password, _, address = url.removeprefix("valkey://:").removesuffix("/0").partition("@")
+    with socket.create_connection(("127.0.0.1", int(address.split(":")[1])), timeout=5) as connection:
+        connection.sendall(f"AUTH {password}\r\nPING\r\n".encode())
+        received = b""
+        while received.count(b"\r\n") < 2 and (more := connection.recv(64)):
+            received += more
+        return received
+
+
+@pytest.mark.parametrize(
+    ("then", "signal_number"),
+    [
+        ("", None),
+        ("raise RuntimeError", None),
+        ("os._exit(3)", None),
+        ("time.sleep(60)", signal.SIGINT),
+        ("time.sleep(60)", signal.SIGTERM),
+        ("time.sleep(60)", signal.SIGKILL),
+    ],
+)
+def test_no_server_remains_however_its_owner_ends(
+    tmp_path: Path, then: str, signal_number: signal.Signals | None
+) -> None:
+    with owner(tmp_path, then) as child:
+        assert answer(child).startswith("valkey://")
+        if signal_number:
+            assert processes_of(tmp_path)
+            os.killpg(child.pid, signal_number)  # the whole foreground group, as Ctrl-C does
+        child.wait(10)
+        wait_until_gone(tmp_path)
+    assert not (tmp_path / "valkey" / "server.json").exists()
+
+
+def test_ctrl_c_during_the_start_leaves_no_server(tmp_path: Path) -> None:
+    with owner(tmp_path, "", kind="s3") as child:
+        end = time.monotonic() + 10
+        while len(processes_of(tmp_path)) < 2:  # the server is being started, which takes 2 s
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        os.killpg(child.pid, signal.SIGINT)
+        assert answer(child) == ""
+        wait_until_gone(tmp_path)
+
+
+def test_a_killed_s3_owner_leaves_neither_process_nor_socket(tmp_path: Path) -> None:
+    with owner(tmp_path, "time.sleep(60)", kind="s3") as child:
+        answer(child)
+        ports = json.loads((tmp_path / "seaweedfs" / "server.json").read_text())["ports"]
+        assert len(sockets(ports)) == 6
+        child.kill()
+        wait_until_gone(tmp_path)
+    assert not sockets(ports)
+
+
+def sockets(ports: list[int]) -> list[Path]:
+    return [path for path in Path("/tmp").glob("seaweedfs-*.sock") if int(path.stem.split("-")[-1]) in ports]
+
+
+def test_a_second_process_reuses_the_server_and_keeps_it_when_the_first_ends(tmp_path: Path) -> None:
+    with owner(tmp_path, "time.sleep(60)") as first, owner(tmp_path, "time.sleep(60)") as second:
+        url = answer(first)
+        assert answer(second) == url
+        server = server_of(tmp_path / "valkey")
+        first.kill()
+        first.wait()
+        time.sleep(0.3)
+        assert server_of(tmp_path / "valkey") == server
+        assert ping(url) == b"+OK\r\n+PONG\r\n"
+        second.kill()
+        wait_until_gone(tmp_path)
+
+
+def test_processes_that_start_at_once_share_one_server(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(owner(tmp_path, "time.sleep(60)")) for _ in range(4)]
+        assert len({answer(child) for child in children}) == 1
+        assert len(processes_of(tmp_path)) == 2  # one guard, one server
+
+
+def test_a_url_works_although_other_users_come_and_go(tmp_path: Path) -> None:
+    """Each user leaves at once, so that many joins meet a server that is being stopped."""
+    problems = []
+
+    def users(seed: int) -> None:
+        delay = random.Random(seed)
+        for _ in range(5):
+            with owner(tmp_path, f"time.sleep({delay.uniform(0.0, 0.1)})") as child:
+                url = answer(child)
+                try:
+                    if child.poll() is None and ping(url) != b"+OK\r\n+PONG\r\n" and child.poll() is None:
+                        problems.append(url)
+                except OSError as error:
+                    if child.poll() is None:
+                        problems.append(repr(error))
+
+    threads = [threading.Thread(target=users, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+    wait_until_gone(tmp_path)
+
+
+class FakePoll:
+    """Stands for the FIFO: whether a user holds it open when the guard looks."""
+
+    def __init__(self, has_user: bool) -> None:
+        self._has_user = has_user
+
+    def poll(self, timeout: float) -> list[tuple[int, int]]:
+        return [] if self._has_user else [(0, 16)]  # 16 is POLLHUP
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_user_who_joins_while_the_server_is_withdrawn_keeps_it(tmp_path: Path, joined: bool) -> None:
+    discovery = tmp_path / "server.json"
+    discovery.write_text("{}")
+    is_retired = retire({"discovery": str(discovery)}, FakePoll(joined))  # type: ignore[arg-type]
+    assert (is_retired, discovery.exists()) == (not joined, joined)
+
+
+def test_a_forked_child_does_not_keep_its_parents_server(tmp_path: Path) -> None:
+    with owner(tmp_path, "print(os.fork(), flush=True); time.sleep(60)") as child:
+        answer(child)
+        forked = max(int(answer(child)), int(answer(child)))  # both print; the child prints 0
+        child.kill()
+        wait_until_gone(tmp_path)
+        os.kill(forked, signal.SIGKILL)  # raises if it had ended before
+
+
+def test_a_killed_guard_takes_the_server_with_it(tmp_path: Path) -> None:
+    with owner(tmp_path, "time.sleep(60)") as child:
+        answer(child)
+        os.kill(json.loads((tmp_path / "valkey" / "server.json").read_text())["guard"], signal.SIGKILL)
+        wait_until_gone(tmp_path)
+
+
+def test_a_crashed_server_is_started_again_on_its_port_with_its_data(tmp_path: Path) -> None:
+    import valkey
+
+    url = ensure_valkey(tmp_path)
+    valkey.from_url(url).set("kept", "yes")
+    server = server_of(tmp_path / "valkey")
+    os.kill(server, signal.SIGKILL)
+    while Path(f"/proc/{server}").exists():  # until then the kernel still accepts connections for it
+        time.sleep(0.01)
+    assert ensure_valkey(tmp_path) == url
+    assert valkey.from_url(url).get("kept") == b"yes"
+
+
+def test_a_start_waits_for_the_previous_server_to_end(tmp_path: Path) -> None:
+    folder = tmp_path / "valkey"
+    with owner(tmp_path, "time.sleep(60)") as first:
+        answer(first)
+        old = server_of(folder)
+        os.kill(old, signal.SIGSTOP)  # it cannot end yet
+        first.kill()
+        first.wait()
+        with owner(tmp_path, "time.sleep(60)") as second:
+            time.sleep(1.0)
+            assert server_pids(folder) == [old]
+            os.kill(old, signal.SIGCONT)
+            assert ping(answer(second)) == b"+OK\r\n+PONG\r\n"
+            assert server_of(folder) != old
+
+
+def server_pids(folder: Path) -> list[int]:
+    return [
+        pid for pid in processes_of(folder) if Path(f"/proc/{pid}/exe").readlink().name == "valkey-server"
+    ]
+
+
+def test_a_stale_discovery_file_is_ignored(tmp_path: Path) -> None:
+    folder = tmp_path / "valkey"
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as foreign:  # answers on the port that the file names
+        port = foreign.getsockname()[1]
+        record = {"token": "stale", "ports": [port], "guard": 1, "started": 0.0}
+        (folder / "server.json").write_text(json.dumps(record))
+        url = ensure_valkey(tmp_path)
+        assert f":{port}/" not in url
+        assert ping(url) == b"+OK\r\n+PONG\r\n"
+
+
+def test_a_fixed_port_that_is_taken_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        port = foreign.getsockname()[1]
+        with pytest.raises(ValueError, match=f"checkpoint.port {port} is in use by another process"):
+            ensure_s3(tmp_path, port=port)
+    assert not processes_of(tmp_path)
+    assert not (tmp_path / "seaweedfs" / "server.log").exists()
+
+
+def test_a_fixed_port_is_used_and_another_one_is_refused_while_the_server_runs(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    assert f":{port}/" in ensure_valkey(tmp_path, port=port)
+    with pytest.raises(ValueError, match=rf"buffer\.port must be the port .* got {port + 1}, runs on {port}"):
+        ensure_valkey(tmp_path, port=port + 1)
+
+
+@pytest.mark.parametrize(
+    ("script", "got"),
+    [("echo out of luck; exit 3", "it ended"), ("echo out of luck; sleep 60", "no answer")],
+)
+def test_a_server_that_does_not_come_up_is_an_error_with_the_end_of_its_log(
+    tmp_path: Path, script: str, got: str
+) -> None:
+    server = Server(
+        name="Broken",
+        port_field="broken.port",
+        num_ports=1,
+        plan=lambda folder, ports: Launch(argv=["sh", "-c", script, str(folder)]),
+        is_ready=lambda folder, ports: False,
+        grace_s=1.0,
+        deadline_s=0.5,
+    )
+    with pytest.raises(RuntimeError, match=rf"(?s)Broken in .* got: {got}.*out of luck"):
+        ensure_running(server, tmp_path)
+    wait_until_gone(tmp_path)
+
+
+def test_finding_a_running_server_takes_under_five_milliseconds(tmp_path: Path) -> None:
+    ensure_valkey(tmp_path)
+    seconds = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        ensure_valkey(tmp_path)
+        seconds.append(time.perf_counter() - begin)
+    assert sorted(seconds)[10] < 0.005, seconds  # 0.2 ms measured on two idle cores
+
+
+def test_secrets_are_private_and_differ_by_folder(tmp_path: Path, store_folder: Path) -> None:
+    urls = [ensure_valkey(tmp_path / name) for name in ("a", "b")]
+    passwords = {url.partition("@")[0] for url in urls}
+    assert len(passwords) == 2
+    names = [
+        tmp_path / "a/valkey/password",
+        tmp_path / "a/valkey/valkey.conf",
+        store_folder / "seaweedfs/s3.json",
+    ]
+    assert {stat.S_IMODE(name.stat().st_mode) for name in names} == {0o600}
+    assert not [
+        pid for pid in processes_of(tmp_path) if any(p[10:].encode() in cmdline(pid) for p in passwords)
+    ]
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_servers_listen_on_loopback_only(tmp_path: Path, store_folder: Path, s3_endpoint: S3Endpoint) -> None:
+    ensure_valkey(tmp_path)
+    ports = []
+    for path in (tmp_path / "valkey/server.json", store_folder / "seaweedfs/server.json"):
+        ports += json.loads(path.read_text())["ports"]
+    listening = {}  # /proc/net/tcp: local address is hexadecimal, state 0A is LISTEN
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state = line.split()[:4]
+        if state == "0A":
+            listening.setdefault(int(local.split(":")[1], 16), set()).add(local.split(":")[0])
+    assert {port: listening[port] for port in ports} == {port: {"0100007F"} for port in ports}
+    assert int(s3_endpoint.url.rpartition(":")[2]) in ports
+
+
+def test_too_little_free_space_is_refused_before_work_starts(tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "there" / "yet"
+    require_free_space(folder, 1)
+    with pytest.raises(ValueError, match=r"must have at least .* GiB free, got .* GiB"):
+        require_free_space(folder, shutil.disk_usage(tmp_path).free + 2**30)
+    assert not folder.exists()
+
+
+def test_ports_do_not_depend_on_the_global_random_generator(tmp_path: Path) -> None:
+    server = Server(
+        name="x",
+        port_field="x",
+        num_ports=8,
+        plan=lambda *_: Launch(argv=[]),
+        is_ready=lambda *_: True,
+        grace_s=1,
+    )
+    chosen = []
+    for _ in range(2):
+        random.seed(0)
+        chosen.append(process._choose_ports(server, tmp_path, 0))
+    assert chosen[0] != chosen[1]
