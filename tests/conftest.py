@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,3 +50,13 @@ def policy_store(store_folder: Path, campaign: str, tmp_path: Path) -> PolicySto
     from tasks.artifacts.store import open_store
 
     return open_store(str(store_folder), campaign, cache=tmp_path / "cache")
+
+
+@pytest.fixture
+def leave_servers(tmp_path: Path) -> Iterator[None]:
+    """The test process stops using the servers below the test's folder, which ends them."""
+    yield
+    from tasks.embedded import process
+
+    for folder in [folder for folder in process._memberships if folder.is_relative_to(tmp_path)]:
+        os.close(process._memberships.pop(folder).fifo)

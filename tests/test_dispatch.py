@@ -133,7 +133,7 @@ def test_what_cannot_run_is_refused_on_two_ranks():
 
 
 def test_what_cannot_run_is_refused_on_one_rank():
-    with pytest.raises(ValueError, match=r"'all_to_all' must be given a process group, got None"):
+    with pytest.raises(ValueError, match=r"'all_to_all' must be given an expert-parallel group, got None"):
         make_dispatcher("all_to_all", None)
     with pytest.raises(ValueError, match=r"must be one of .* got 'deepep'"):
         make_dispatcher("deepep", None)  # type: ignore[arg-type]

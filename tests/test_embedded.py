@@ -38,12 +38,7 @@ print({"valkey": ensure_valkey, "s3": ensure_s3}[sys.argv[2]](Path(sys.argv[1]))
 """
 
 
-@pytest.fixture(autouse=True)
-def leave_servers(tmp_path: Path) -> Iterator[None]:
-    """The test process stops using the servers of its test, which ends them."""
-    yield
-    for folder in [folder for folder in process._memberships if folder.is_relative_to(tmp_path)]:
-        os.close(process._memberships.pop(folder).fifo)
+pytestmark = pytest.mark.usefixtures("leave_servers")
 
 
 @contextlib.contextmanager

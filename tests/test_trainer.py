@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -68,10 +69,10 @@ def one_step(
     return metrics, gradients
 
 
-def single_process(model: PreTrainedModel, batches: Sequence[MicroBatch]):
+def single_process(model: PreTrainedModel, batches: Sequence[MicroBatch], *, max_grad_norm: float = 0.05):
     model = copy.deepcopy(model)
     attach_dispatcher(model, LocalDispatcher())
-    metrics, gradients = one_step(model, make_mesh(1, 1), batches)
+    metrics, gradients = one_step(model, make_mesh(1, 1), batches, max_grad_norm=max_grad_norm)
     return metrics, gradients, dict(disk_tensors(model))
 
 
@@ -118,11 +119,13 @@ def test_micro_batching_does_not_change_the_gradient():
     model = tiny_policy("qwen3_moe")
     batches = [micro_batch(seed) for seed in range(2)]
     joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-    metrics, gradients, _ = single_process(model, batches)
-    joined_metrics, joined_gradients, _ = single_process(model, [joined])
+    # not clipped: a clip would hide a wrong scale
+    metrics, gradients, _ = single_process(model, batches, max_grad_norm=math.inf)
+    joined_metrics, joined_gradients, _ = single_process(model, [joined], max_grad_norm=math.inf)
+    largest = max(gradient.abs().max().item() for gradient in gradients.values())
     assert joined_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(joined_gradients[name], gradient, rtol=0, atol=5e-8)
+        torch.testing.assert_close(joined_gradients[name], gradient, rtol=0, atol=1e-5 * largest)
 
 
 def test_two_runs_give_the_same_bits():
@@ -255,7 +258,8 @@ def check_reduction(rank: int, world_size: int, model: PreTrainedModel) -> None:
         total += param.numel() * summed**2 * (2 if ".experts." in name else 1)  # the other rank's experts too
     assert clip_gradients(model, mesh, max_norm=1.0) == pytest.approx(total**0.5, rel=1e-12)
     assert clip_gradients(model, mesh, max_norm=9.0) == pytest.approx(1.0, rel=1e-5)
-    assert clip_gradients(model, mesh, max_norm=0.5) == pytest.approx(1.0, rel=1e-5)
+    assert clip_gradients(model, mesh, max_norm=0.9) == pytest.approx(1.0, rel=1e-5)
+    assert clip_gradients(model, mesh, max_norm=math.inf) == pytest.approx(0.9, rel=1e-5)
 
 
 def test_gradients_are_summed_where_a_parameter_is_shared_and_counted_once_in_the_norm():

@@ -64,7 +64,7 @@ class LocalDispatcher:
     rank = 0
 
     def dispatch(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Dispatched:
-        check_inputs(x_TD, expert_TK, weight_TK, num_experts=num_experts, num_ranks=1)
+        check_inputs(x_TD, expert_TK, weight_TK)
         is_sent_T = (expert_TK >= 0).any(dim=1)
         return Dispatched(x_RD=x_TD, expert_RK=expert_TK, weight_RK=weight_TK, handle=is_sent_T)
 
@@ -91,10 +91,10 @@ class AllToAllDispatcher:
         self.rank = group.rank()
 
     def dispatch(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Dispatched:
-        check_inputs(x_TD, expert_TK, weight_TK, num_experts=num_experts, num_ranks=self.num_ranks)
-        experts_per_rank = num_experts // self.num_ranks
+        check_inputs(x_TD, expert_TK, weight_TK)
+        num_local = experts_per_rank(num_experts, self.num_ranks)
         # floor division keeps -1 (no selection) out of every rank's block
-        owner_TK = torch.div(expert_TK, experts_per_rank, rounding_mode="floor")
+        owner_TK = torch.div(expert_TK, num_local, rounding_mode="floor")
         route = self._route(owner_TK)
         token_S = route.placement.row_P
         destination_S = torch.repeat_interleave(
@@ -103,15 +103,14 @@ class AllToAllDispatcher:
             output_size=sum(route.sent_W),
         )
         is_owned_SK = owner_TK[token_S] == destination_S[:, None]
-        local_SK = torch.where(is_owned_SK, expert_TK[token_S] % experts_per_rank, -1)
+        local_SK = torch.where(is_owned_SK, expert_TK[token_S] % num_local, -1)
         (expert_RK,) = _exchange(self.group, route.sent_W, route.received_W, local_SK)
         x_RD, weight_RK = _Exchange.apply(
             self.group,
             route.sent_W,
             route.received_W,
             gather_rows(x_TD, route.placement),
-            # the masked copies make a weight's gradient come from its owner alone
-            torch.where(is_owned_SK, gather_rows(weight_TK, route.placement), 0),
+            gather_rows(weight_TK, route.placement),
         )
         return Dispatched(x_RD=x_RD, expert_RK=expert_RK, weight_RK=weight_RK, handle=route)
 
@@ -123,7 +122,7 @@ class AllToAllDispatcher:
         return f"all_to_all over {dist.get_backend(self.group)}, {self.num_ranks} ranks"
 
     def _route(self, owner_TK: Tensor) -> _Route:
-        """Who sends how many rows to whom; the one host synchronisation of a dispatch."""
+        """Who sends how many rows to whom; the host waits for the device here and nowhere else in a dispatch."""
         num_tokens, ranks_W = owner_TK.shape[0], torch.arange(self.num_ranks, device=owner_TK.device)
         is_sent_WT = (owner_TK[None] == ranks_W[:, None, None]).any(dim=2)
         sent_W = is_sent_WT.sum(dim=1)
@@ -159,8 +158,8 @@ def make_dispatcher(
     if name == "all_to_all":
         if group is None:
             raise ValueError(
-                "dispatcher 'all_to_all' must be given a process group, got None. "
-                "Start the ranks with torchrun, or use 'local' on one rank."
+                "dispatcher 'all_to_all' must be given an expert-parallel group, got None. "
+                "Set ep above 1, or use 'local'."
             )
         return AllToAllDispatcher(group)
     raise ValueError(f"dispatcher must be one of ['local', 'all_to_all'], got {name!r}.")
@@ -177,11 +176,8 @@ def experts_per_rank(num_experts: int, num_ranks: int) -> int:
     return num_experts // num_ranks
 
 
-def check_inputs(
-    x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, *, num_experts: int, num_ranks: int
-) -> None:
+def check_inputs(x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
     """What every dispatcher demands of a call; reads shapes only, so it costs no synchronisation."""
-    experts_per_rank(num_experts, num_ranks)
     if expert_TK.shape != weight_TK.shape or expert_TK.shape[:1] != x_TD.shape[:1] or x_TD.dim() != 2:
         raise ValueError(
             "x_TD, expert_TK and weight_TK must agree on tokens T and selections K, got "

@@ -138,21 +138,11 @@ def read_pieces(
     folder: Path, stem: str, pieces: dict[str, Piece], is_superfluous: Callable[[str], bool]
 ) -> Iterator[tuple[Piece, Tensor]]:
     """Stream this rank's tensors of a checkpoint; a tensor too few or too many is an error naming it."""
-    found: set[str] = set()
+    names_by_path: dict[Path, list[str]] = {}
     for path in tensor_files(folder, stem):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                found.add(name)
-                piece = pieces.get(name)
-                if piece is None or not piece.is_local:
-                    continue
-                if (
-                    piece.shard is not None and piece.expert is None
-                ):  # all experts in one stack: read our rows
-                    start = piece.shard.start
-                    yield piece, file.get_slice(name)[start : start + piece.shard.count]
-                else:
-                    yield piece, file.get_tensor(name)
+            names_by_path[path] = list(file.keys())
+    found = {name for names in names_by_path.values() for name in names}
     missing = sorted(pieces.keys() - found)
     unexpected = sorted(name for name in found - pieces.keys() if not is_superfluous(name))
     if missing or unexpected:
@@ -160,6 +150,14 @@ def read_pieces(
             f"{folder} must hold exactly the tensors of the model, got {len(missing)} missing {missing[:8]} "
             f"and {len(unexpected)} unexpected {unexpected[:8]}. Does config.json belong to them?"
         )
+    for path, names in names_by_path.items():
+        with safe_open(path, framework="pt") as file:
+            for piece in (pieces[name] for name in names if name in pieces):
+                if piece.shard is not None and piece.expert is None:  # all experts are in one stack
+                    start = piece.shard.start
+                    yield piece, file.get_slice(piece.disk_name)[start : start + piece.shard.count]
+                elif piece.is_local:
+                    yield piece, file.get_tensor(piece.disk_name)
 
 
 def tensor_files(folder: Path, stem: str) -> list[Path]:

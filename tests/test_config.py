@@ -1,0 +1,83 @@
+"""What a configuration refuses at launch, and what the message says."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.config import TOPOLOGIES, CampaignConfig, ConfigError, changes, with_overrides
+
+ROOT = Path(__file__).resolve().parent.parent
+CAMPAIGNS = sorted((ROOT / "configs/campaigns").glob("*.yaml"))
+
+
+def load(**sections):
+    return CampaignConfig.model_validate_json(json.dumps(sections))
+
+
+@pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
+def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
+    config = load(**yaml.safe_load(path.read_text()))
+    assert config.name == path.stem.replace("_", "-")
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"trian": {}}, ["unknown key 'trian'", "Did you mean train?"]),
+        ({"train": {"learning_rat": 1}}, ["train: ", "'learning_rat'", "Did you mean learning_rate?"]),
+        ({"rollout": {"zzz": 1}}, ["rollout: ", "Known keys: engine, workers"]),
+        ({"train": {"learning_rate": "fast"}}, ["train.learning_rate: ", "valid number", "'fast'"]),
+        ({"rollout": {"workers": 0}}, ["rollout.workers: ", "greater than or equal to 1", "got 0"]),
+        ({"rollout": {"group_size": 1}}, ["rollout.group_size: ", "greater than or equal to 2", "got 1"]),
+        ({"rollout": {"engine": "vllm"}}, ["rollout.engine: ", "'embedded'", "got 'vllm'"]),
+        ({"train": {"ep": 3}}, ["train: ep must divide the 2 ranks", "ep=3", "[1, 2]"]),
+        ({"train": {"ep": 1}}, ["dispatcher 'local' goes with ep=1", "Set dispatcher to local"]),
+        ({"model": {"random": {"num_experts": 7}}}, ["train.ep must divide model.random.num_experts", "[1, 7]"]),
+        ({"model": {"random": {"num_kv_heads": 3}}}, ["num_kv_heads must divide num_heads", "[1, 2, 4]"]),
+        ({"model": {"random": {"experts_per_token": 9}}}, ["at most num_experts", "9 > 8"]),
+        ({"environment": {"num_digits": 2}}, ["held_out must be at most half of the 100 prompts", "got 256"]),
+        ({"rollout": {"max_portions_per_worker": 1}}, ["must reach the 8 portions", "2 * 1 = 2", "to 4"]),
+        ({"rollout": {"max_new_tokens": 4}}, ["must exceed environment.num_digits", "4 <= 4", "Set it to 8"]),
+        ({"algorithm": {"num_minibatches": 9999}}, ["algorithm.num_minibatches must be at most the 4096 samples"]),
+        ({"name": "Bad Name"}, ["name: ", "'Bad Name'"]),
+        ({"rollout": {"workers": 0}, "train": {"ep": 3}}, ["rollout.workers", "train: ep must divide"]),
+    ],
+)
+def test_a_bad_value_is_refused_with_field_relation_values_and_remedy(sections, words):
+    with pytest.raises(ConfigError) as refusal:
+        load(**sections)
+    for word in words:
+        assert word in str(refusal.value), str(refusal.value)
+
+
+def test_overrides_replace_the_files_values_and_none_keeps_them():
+    config = load(schedule={"iterations": 7})
+    changed = with_overrides(config, name="other", schedule__iterations=None, train__learning_rate=0.5)
+    assert (changed.name, changed.schedule.iterations, changed.train.learning_rate) == ("other", 7, 0.5)
+    assert with_overrides(config) == config
+
+
+def test_overrides_pass_the_same_checks():
+    with pytest.raises(ConfigError, match="schedule.iterations"):
+        with_overrides(load(), schedule__iterations=0)
+
+
+def test_digest_names_the_values_not_how_they_were_written():
+    assert load().digest() == load(seed=0, train={"ep": 2}).digest()
+    assert load().digest() != load(seed=1).digest()
+
+
+def test_changes_lists_dotted_fields_with_both_values():
+    assert changes(load(), load(seed=3, train={"eps": 0.5})) == {"seed": (0, 3), "train.eps": (1e-5, 0.5)}
+
+
+def test_a_configuration_cannot_be_changed_in_place():
+    with pytest.raises(ValueError, match="frozen"):
+        load().seed = 2
+
+
+def test_every_topology_has_a_name_in_the_configuration():
+    for name, (nodes, ranks) in TOPOLOGIES.items():
+        assert load(train={"topology": name}).train.world_size == nodes * ranks
