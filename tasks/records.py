@@ -3,19 +3,13 @@
 Shared by every task, so this file imports nothing heavy. ``PolicyVersion`` lives with the store that makes it.
 """
 
-from pydantic import BaseModel, ConfigDict
-
 from tasks.artifacts.version import PolicyVersion
-from tasks.config import CampaignConfig
+from tasks.config import CampaignConfig, Section
 
 __all__ = ["CampaignRun", "Candidate", "PolicyVersion", "PromptSet", "RolloutReport", "ScoreReport", "TrainBatch"]
 
 
-class Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class CampaignRun(Record):
+class CampaignRun(Section):
     """The effective configuration of one run, fixed by the first task."""
 
     config: CampaignConfig
@@ -29,7 +23,7 @@ class CampaignRun(Record):
         return f"{self.config.name}.{self.lineage:04d}"
 
 
-class CampaignState(Record):
+class CampaignState(Section):
     """Where a campaign stands when a run starts."""
 
     versions: list[PolicyVersion]
@@ -37,7 +31,7 @@ class CampaignState(Record):
     iterations_done: int
 
 
-class PromptSet(Record):
+class PromptSet(Section):
     """The work of one iteration, on the queue."""
 
     iteration: int
@@ -48,7 +42,7 @@ class PromptSet(Record):
     num_samples: int
 
 
-class RolloutReport(Record):
+class RolloutReport(Section):
     """What one worker did in one task."""
 
     iteration: int
@@ -61,7 +55,7 @@ class RolloutReport(Record):
     load_seconds: float
 
 
-class ScoreReport(Record):
+class ScoreReport(Section):
     """The rewards of one iteration, summed up."""
 
     iteration: int
@@ -78,7 +72,7 @@ class ScoreReport(Record):
     score_seconds: float
 
 
-class TrainBatch(Record):
+class TrainBatch(Section):
     """A sealed, immutable batch in the store and its ledger: every produced sample is in it or rejected with a reason."""
 
     iteration: int
@@ -98,7 +92,7 @@ class TrainBatch(Record):
     """Unix time; what passes until the trainer computes is start-up."""
 
 
-class Candidate(Record):
+class Candidate(Section):
     """Trained weights whose shards are stored, but which are not a version yet: ``publish`` decides that."""
 
     manifest_json: str
@@ -106,7 +100,7 @@ class Candidate(Record):
     is_skipped: bool = False
 
 
-class CampaignSummary(Record):
+class CampaignSummary(Section):
     """What a run ends with."""
 
     campaign: str
@@ -123,7 +117,7 @@ class CampaignSummary(Record):
     """Address of the HTML report."""
 
 
-class Evaluation(Record):
+class Evaluation(Section):
     """Held-out score of one version."""
 
     version: int

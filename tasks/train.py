@@ -5,18 +5,18 @@ a word), so each topology of ``tasks.config.TOPOLOGIES`` is a function of its ow
 """
 
 from flytekit import task
-from flytekitplugins.kfpytorch import Elastic
 
 from tasks import placement
 from tasks.config import TOPOLOGIES
+from tasks.elastic import TorchElastic
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
 
 RENDEZVOUS = {"timeout": 1800, "join_timeout": 1800, "read_timeout": 900}
 
 
-def _elastic(topology: str) -> Elastic:
+def _elastic(topology: str) -> TorchElastic:
     nodes, ranks = TOPOLOGIES[topology]
-    return Elastic(
+    return TorchElastic(
         nnodes=nodes,
         nproc_per_node=ranks,
         max_restarts=3,

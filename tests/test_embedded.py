@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import socket
@@ -146,16 +147,16 @@ def sockets(ports: list[int]) -> list[Path]:
 
 
 def test_a_second_process_reuses_the_server_and_keeps_it_when_the_first_ends(tmp_path: Path) -> None:
-    with owner(tmp_path, "time.sleep(60)") as first, owner(tmp_path, "time.sleep(60)") as second:
+    with owner(tmp_path, "time.sleep(60)") as first:
         url = answer(first)
-        assert answer(second) == url
         server = server_of(tmp_path / "valkey")
-        first.kill()
-        first.wait()
-        time.sleep(0.3)
-        assert server_of(tmp_path / "valkey") == server
-        assert ping(url) == b"+OK\r\n+PONG\r\n"
-        second.kill()
+        with owner(tmp_path, "time.sleep(60)") as second:
+            assert answer(second) == url
+            first.kill()
+            first.wait()
+            time.sleep(0.3)
+            assert server_of(tmp_path / "valkey") == server
+            assert ping(url) == b"+OK\r\n+PONG\r\n"
         wait_until_gone(tmp_path)
 
 
@@ -209,6 +210,23 @@ def test_a_user_who_joins_while_the_server_is_withdrawn_keeps_it(tmp_path: Path,
     assert (is_retired, discovery.exists()) == (not joined, joined)
 
 
+def test_a_user_who_finds_the_server_withdrawn_after_joining_leaves_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other half of the handshake: the file was there, the FIFO opened, and then the file was gone."""
+    os.mkfifo(tmp_path / "users.fifo")
+    reader = os.open(tmp_path / "users.fifo", os.O_RDONLY | os.O_NONBLOCK)
+    answers = [{"token": "t", "ports": [1]}, None]
+    monkeypatch.setattr(process, "_discovery", lambda folder: answers.pop(0))
+    monkeypatch.setattr(process, "_is_held", lambda path: True)
+    assert process._join(tmp_path) is None
+    assert tmp_path not in process._memberships
+    poll = select.poll()
+    poll.register(reader, 0)
+    assert poll.poll(0) == [(reader, select.POLLHUP)]  # no writer is left
+    os.close(reader)
+
+
 def test_a_forked_child_does_not_keep_its_parents_server(tmp_path: Path) -> None:
     with owner(tmp_path, "print(os.fork(), flush=True); time.sleep(60)") as child:
         answer(child)
@@ -249,6 +267,7 @@ def test_a_start_waits_for_the_previous_server_to_end(tmp_path: Path) -> None:
         with owner(tmp_path, "time.sleep(60)") as second:
             time.sleep(1.0)
             assert server_pids(folder) == [old]
+            assert len(processes_of(folder)) == 2  # it and its guard
             os.kill(old, signal.SIGCONT)
             assert ping(answer(second)) == b"+OK\r\n+PONG\r\n"
             assert server_of(folder) != old

@@ -12,7 +12,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from policies import FAMILIES, NUM_EXPERTS, tiny_policy, token_ids
+from families import FAMILIES, NUM_EXPERTS, tiny_policy, token_ids
 from ranks import run_ranks
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from policies import tiny_policy, token_ids
+from families import tiny_policy, token_ids
 from ranks import run_ranks
 from torch import Tensor
 from transformers import PreTrainedModel

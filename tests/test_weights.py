@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from policies import FAMILIES, NUM_EXPERTS, saved, tiny_policy, token_ids
+from families import FAMILIES, NUM_EXPERTS, saved, tiny_policy, token_ids
 from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

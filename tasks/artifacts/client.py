@@ -254,7 +254,7 @@ class Bucket:
         """The error of a store that cannot serve; any other error unchanged."""
         if isinstance(error, ClientError):
             status, code = _status(error), _code(error)
-            got = f"{status} {code} {error.response.get('Error', {}).get('Message', '')}".strip()
+            got = f"{status} {code} {error.response.get('Error', {}).get('Message', '')}".rstrip(" .")
             if code == "NoSuchBucket":
                 reason, advice = "no_bucket", "Create it with versioning, or correct checkpoint.store."
             elif status in (401, 403) or code in _CREDENTIAL_CODES:

@@ -122,7 +122,7 @@ class AllToAllDispatcher:
         return f"all_to_all over {dist.get_backend(self.group)}, {self.num_ranks} ranks"
 
     def _route(self, owner_TK: Tensor) -> _Route:
-        """Who sends how many rows to whom; the host waits for the device here and nowhere else in a dispatch."""
+        """Who sends how many rows to whom; the only part of a dispatch in which the host waits."""
         num_tokens, ranks_W = owner_TK.shape[0], torch.arange(self.num_ranks, device=owner_TK.device)
         is_sent_WT = (owner_TK[None] == ranks_W[:, None, None]).any(dim=2)
         sent_W = is_sent_WT.sum(dim=1)

@@ -181,7 +181,7 @@ def _optimizer(
     is_supervised = batch.objective == "supervised"
     lr = config.warm_start.learning_rate if is_supervised else learning_rate(config, batch.iteration)
     train = config.train
-    optimizer = make_optimizer(model, lr=lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
+    optimizer = make_optimizer(model, lr=lr, betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay)
     if resumes:
         weights.load_optimizer(model, optimizer, folder)
     return optimizer
