@@ -22,8 +22,8 @@ def report(run: CampaignRun, state: CampaignState) -> CampaignSummary:
     if is_local_store(run.config):
         folder = store_folder(run.config) / run.campaign
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.html").write_text(page)
-        (folder / "metrics.jsonl").write_text(metrics)
+        (folder / "report.html").write_text(page, encoding="utf-8")
+        (folder / "metrics.jsonl").write_text(metrics, encoding="utf-8")
         address = str(folder / "report.html")
     print(f"\nledger of {run.campaign}: produced = trained + rejected + pending\n{record.ledger.format()}\n")
     record.ledger.require_balanced()

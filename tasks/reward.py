@@ -62,7 +62,7 @@ def _report(
         response_tokens_mean=_mean(frame["response_ids"].list.len()),
         generate_seconds=sum(r.seconds for r in reports),
         generate_load_seconds=sum(r.load_seconds for r in reports),
-        generated_tokens=sum(r.num_tokens for r in reports),
+        generated_tokens=int(frame["response_ids"].list.len().sum()),
         score_seconds=time.monotonic() - start,
     )
     say(

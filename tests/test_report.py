@@ -228,7 +228,7 @@ def test_a_lost_sample_and_a_worse_policy_are_flagged() -> None:
 
 def test_time_shares_sum_to_one_whatever_the_stages_are_called() -> None:
     seconds = charts.stage_seconds(
-        [{"train": 3.0, "start_up": 4.0}, {"start_up": 2.0, "new_stage": 1.0, "load": -9.0}]
+        [{"train": 3.0, "start_up": 4.0}, {"start_up": 2.0, "new_stage": 1.0, "train": -9.0}]
     )
     assert list(seconds) == ["start_up", "train", "new_stage"]
     assert sum(charts.shares(seconds).values()) == pytest.approx(1.0, abs=1e-12)

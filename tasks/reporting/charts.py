@@ -78,7 +78,7 @@ def line_chart(
     shown = [points for line in lines if (points := finite(line.points))]
     if not shown:
         return '<p class="none">no value recorded</p>'
-    xs = [x for points in shown for x, _ in points]
+    xs = [x for line in lines for x, _ in line.points]
     ys = [y for points in shown for _, y in points]
     plot = Plot(
         width=width,
@@ -276,7 +276,7 @@ def stacked_bar(name: str, seconds: dict[str, float], *, scale: float, is_total:
     for stage, value in seconds.items():
         color, ink = STAGES.get(stage, OTHER_STAGE)
         tip = f"{escape(stage, quote=True)} {value:,.2f} s, {value / total:.1%}"
-        text = f"{escape(stage)} {value / total:.0%}" if is_total and value / total > 0.08 else ""
+        text = f"{escape(stage)} {value / total:.0%}" if is_total and value / total > 0.12 else ""
         style = f"width:{100 * value / scale:.2f}%;background:{color};color:{ink}"
         parts.append(f'<i style="{style}" title="{tip}">{text}</i>')
     kind = "bar total" if is_total else "bar"
@@ -393,8 +393,8 @@ text-align:center;min-width:0}
 .report .prompt code{font-weight:600}
 .report article td{padding:1px 14px 1px 0;white-space:normal;color:var(--soft)}
 .report article td code{color:var(--ink)}
-.report article .up,.report article .down{text-align:right;color:var(--blue)}
-.report article .down{color:var(--orange)}
+.report td.up,.report td.down{text-align:right;color:var(--blue)}.report td.down{color:var(--orange)}
 @media(max-width:760px){.report{padding:20px}.report .tiles{grid-template-columns:1fr 1fr}
+.report .tile:last-child{grid-column:1/-1}
 .report .time,.report .rollouts{grid-template-columns:minmax(0,1fr)}}
 """

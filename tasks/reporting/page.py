@@ -128,7 +128,7 @@ def problems(record: CampaignRecord) -> list[str]:
     if broken:
         found.append(f"Not finite in some version: {', '.join(sorted(broken))}. Charts show gaps there.")
     scores = record.evaluations
-    if len(scores) > 1 and scores[-1].exact_sampled < 0:
+    if len(scores) > 1 and scores[-1].exact_sampled < scores[0].exact_sampled:
         before, after = scores[0].exact_sampled, scores[-1].exact_sampled
         found.append(f"Held-out exact match (sampled) fell from {before:.3f} to {after:.3f}.")
     return found

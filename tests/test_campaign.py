@@ -1,0 +1,172 @@
+"""The whole graph, run as a user runs it: real servers, real torchrun ranks, several processes killed."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from campaigns import SMALL, Finished, run, servers_of, start, stop, wait_for
+
+from tasks.config import CampaignConfig, with_overrides
+from tasks.records import CampaignRun
+from tasks.session import run_environment, run_store
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory) -> Finished:
+    """An undisturbed run."""
+    return run(tmp_path_factory.mktemp("reference"), SMALL)
+
+
+def campaign_run(finished: Finished) -> CampaignRun:
+    config = with_overrides(CampaignConfig.model_validate(SMALL), checkpoint__store=str(finished.store))
+    return CampaignRun(config=config, lineage=1, code_revision="test")
+
+
+def wait_until_stopped(folder: Path, *, timeout: float = 30) -> None:
+    deadline = time.monotonic() + timeout
+    while servers := servers_of(folder):
+        assert time.monotonic() < deadline, servers
+        time.sleep(0.2)
+
+
+def test_a_campaign_publishes_a_version_an_iteration_and_leaves_no_server(reference):
+    lines = reference.metrics()
+    assert [line["kind"] for line in lines] == ["init", "warm_start", "iteration", "iteration", "iteration"]
+    assert [line["version"] for line in lines] == [0, 1, 2, 3, 4]
+    assert len({line["tensor_digest"] for line in lines}) == 5
+    for line in lines[2:]:
+        assert line["num_samples"] > 0 and line["metrics"]["kl_k3"] >= 0
+        assert {"start_up", "generate", "score", "assemble", "train", "upload", "publish"} <= line["seconds"].keys()
+    assert (reference.folder / "report.html").stat().st_size > 1000
+    wait_until_stopped(reference.store)
+
+
+def test_the_ledger_of_every_run_balances(reference):
+    (row,) = re.findall(r"^ +total +(\d+) +(\d+) +(\d+) +(\d+)", reference.output, re.MULTILINE)
+    produced, trained, rejected, pending = map(int, row)
+    assert produced == trained + rejected + pending == 3 * 48 * 8 and pending == 0
+    assert trained == sum(line["num_samples"] for line in reference.metrics() if line["kind"] == "iteration")
+
+
+def test_workers_shared_the_queue(reference):
+    for k in range(3):
+        assert len(re.findall(rf"iter +{k}  generate  worker [01]: 2 portions", reference.output)) == 2
+
+
+def test_the_effective_configuration_and_its_digest_are_printed_and_stored(reference):
+    run_ = campaign_run(reference)
+    assert run_.config.digest() in reference.output and f"store: {reference.store}" in reference.output
+    stored = run_store(run_).get_object(f"config/{run_.config.digest()}.json")
+    assert CampaignConfig.model_validate_json(stored) == run_.config
+
+
+def test_the_final_checkpoint_loads_in_transformers_and_reproduces_its_evaluation(reference):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_ = campaign_run(reference)
+    store = run_store(run_)
+    version = store.head().version
+    folder = store.pull(version)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    environment = run_environment(run_)
+    exact = 0
+    prompts = environment.held_out_prompts()
+    for prompt in prompts:
+        message = [{"role": "user", "content": prompt.text}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        with torch.no_grad():
+            output = model.generate(inputs["input_ids"], max_new_tokens=run_.config.rollout.max_new_tokens, do_sample=False)
+        ids = output[0, inputs["input_ids"].shape[1] :].tolist()
+        ended = ids[-1] == tokenizer.eos_token_id
+        response = tokenizer.decode(ids[:-1] if ended else ids)
+        exact += environment.verify(prompt.prompt_id, response, is_finished=ended).is_exact
+    assert reference.metrics()[-1]["evaluation"]["exact_greedy"] == exact / len(prompts)
+
+
+def test_the_same_command_again_trains_nothing_and_says_so(reference):
+    before = reference.digests()
+    again = run(reference.store.parent, SMALL)
+    assert "all 3 iterations are done, nothing to train" in again.output and again.digests() == before
+
+
+def test_a_run_killed_in_its_second_iteration_goes_on_to_the_same_bits(reference, tmp_path):
+    process = start(tmp_path, SMALL)
+    wait_for(tmp_path, r"iter +1  generate  worker 0", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until_stopped(tmp_path / "store")
+    resumed = run(tmp_path, SMALL)
+    assert "found version 2 after 1 iterations: continues with iteration 1" in resumed.output
+    assert resumed.digests() == reference.digests()
+    assert [line["metrics"] for line in resumed.metrics()] == [line["metrics"] for line in reference.metrics()]
+
+
+def test_ctrl_c_during_training_leaves_no_server_and_a_campaign_that_goes_on(reference, tmp_path):
+    process = start(tmp_path, SMALL)
+    try:
+        wait_for(tmp_path, r"iter +0  assemble", process)
+        time.sleep(2)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) != 0
+    finally:
+        stop(process)
+    wait_until_stopped(tmp_path / "store")
+    assert run(tmp_path, SMALL).digests() == reference.digests()
+
+
+def test_fresh_starts_the_next_lineage_and_keeps_the_first(reference):
+    fresh = run(reference.store.parent, SMALL | {"schedule": {"iterations": 1}}, "--fresh")
+    assert fresh.folder.name == "small.0002" and len(fresh.metrics()) == 3
+    assert (reference.store / "small.0001/report.html").exists()
+    assert fresh.digests()[:2] == reference.digests()[:2]  # seeds do not depend on the lineage
+
+
+def refused(tmp_path, config, *arguments):
+    process = start(tmp_path, config, *arguments)
+    try:
+        assert process.wait(60) != 0
+    finally:
+        stop(process)
+    return (tmp_path / "log").read_text()
+
+
+def test_a_resumed_campaign_may_not_change_its_model(reference):
+    changed = SMALL | {"seed": 9}
+    process = start(reference.store.parent, changed)
+    assert process.wait(60) != 0
+    output = (reference.store.parent / "log").read_text()
+    assert re.search(r"may not\s+change these: seed was 0, is 9", output) and "--fresh" in output
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "words"),
+    [
+        (SMALL | {"rollout": {"workers": 0}}, [], ["rollout.workers", "greater than or equal to 1"]),
+        (SMALL | {"iterations": 5}, [], ["unknown key 'iterations'"]),
+        (SMALL, ["--iterations", "0"], ["schedule.iterations", "greater than or equal to 1"]),
+        (SMALL | {"model": {"folder": "/nowhere"}}, [], ["model.folder", "/nowhere"]),
+        (SMALL | {"checkpoint": {"min_free_gb": 1e9}}, [], ["checkpoint.min_free_gb", "free"]),
+    ],
+)  # fmt: skip
+def test_bad_input_stops_the_run_with_one_error_before_any_work(tmp_path, config, arguments, words):
+    output = refused(tmp_path, config, *arguments)
+    for word in words:
+        assert word in " ".join(output.split()), output[-2000:]
+    assert "generate" not in output.split("Error")[-1]
+    wait_until_stopped(tmp_path / "store")
+
+
+def test_a_taken_port_is_one_clear_error(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        output = refused(tmp_path, SMALL | {"checkpoint": {"port": port}})
+    assert f"checkpoint.port {port}" in " ".join(output.split()) and "in use" in output
