@@ -282,7 +282,9 @@ class CampaignConfig(Section):
         return self
 
     @classmethod
-    def model_validate_json(cls, json_data: str | bytes | bytearray, **kwargs: Any) -> Self:  # what Flyte calls
+    def model_validate_json(
+        cls, json_data: str | bytes | bytearray, **kwargs: Any
+    ) -> Self:  # what Flyte calls
         try:
             return super().model_validate_json(json_data, **kwargs)
         except ValidationError as error:
@@ -312,7 +314,9 @@ def with_overrides(config: CampaignConfig, **overrides: str | int | float | None
 def changes(before: CampaignConfig, after: CampaignConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted field -> (value before, value after) for every field that differs."""
     old, new = _flat(before.model_dump()), _flat(after.model_dump())
-    return {name: (old.get(name), new.get(name)) for name in sorted(old | new) if old.get(name) != new.get(name)}
+    return {
+        name: (old.get(name), new.get(name)) for name in sorted(old | new) if old.get(name) != new.get(name)
+    }
 
 
 def divisors(n: int) -> list[int]:

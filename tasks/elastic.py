@@ -45,7 +45,9 @@ class TorchElasticTask(PytorchElasticFunctionTask):
         self.rdzv_backend = "c10d"
 
     def execute(self, **kwargs: Any) -> Any:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default too; unset, the plugin warns at every call
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", "1"
+        )  # torchrun's default too; unset, the plugin warns at every call
         try:
             return super().execute(**kwargs)
         except IgnoreOutputs as ignored:
@@ -56,8 +58,12 @@ class TorchElasticTask(PytorchElasticFunctionTask):
             raise  # the normal end of ranks other than the first node's
 
     def post_execute(self, user_params: Any, rval: Any) -> Any:
-        if rval is _PREEMPTED:  # raised here, outside the user's code, Flyte counts it as the system's failure
-            raise TrainingPreempted("the training's processes got a signal to stop. Run the campaign again to go on.")
+        if (
+            rval is _PREEMPTED
+        ):  # raised here, outside the user's code, Flyte counts it as the system's failure
+            raise TrainingPreempted(
+                "the training's processes got a signal to stop. Run the campaign again to go on."
+            )
         return super().post_execute(user_params, rval)
 
 

@@ -9,8 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flytekit import PodTemplate
-from kubernetes.client import V1Container, V1EmptyDirVolumeSource, V1EnvVar, V1PodSpec, V1ResourceRequirements
-from kubernetes.client import V1Toleration, V1Volume, V1VolumeMount
+from kubernetes.client import (
+    V1Container,
+    V1EmptyDirVolumeSource,
+    V1EnvVar,
+    V1PodSpec,
+    V1ResourceRequirements,
+    V1Toleration,
+    V1Volume,
+    V1VolumeMount,
+)
 
 REGISTRY = "registry.example.com/moe-rl"
 """Where the images of ``images/`` were pushed; change it here, once."""
@@ -39,7 +47,11 @@ class Pool:
     def pod_template(self) -> PodTemplate:
         """A fresh template; Flyte's plugins change theirs in place, so no two tasks may share one."""
         resources = {"cpu": self.cpu, "memory": self.memory, **self.devices}
-        shm = [V1Volume(name="shm", empty_dir=V1EmptyDirVolumeSource(medium="Memory", size_limit=self.shared_memory))]
+        shm = [
+            V1Volume(
+                name="shm", empty_dir=V1EmptyDirVolumeSource(medium="Memory", size_limit=self.shared_memory)
+            )
+        ]
         mounts = [V1VolumeMount(name="shm", mount_path="/dev/shm")]
         container = V1Container(
             name="primary",
@@ -51,7 +63,9 @@ class Pool:
         spec = V1PodSpec(
             containers=[container],
             node_selector={POOL_LABEL: self.name},
-            tolerations=[V1Toleration(key=POOL_LABEL, operator="Equal", value=self.name, effect="NoSchedule")],
+            tolerations=[
+                V1Toleration(key=POOL_LABEL, operator="Equal", value=self.name, effect="NoSchedule")
+            ],
             termination_grace_period_seconds=SPOT_GRACE_SECONDS if self.is_spot else None,
             volumes=shm if self.shared_memory else None,
         )

@@ -6,7 +6,15 @@ Shared by every task, so this file imports nothing heavy. ``PolicyVersion`` live
 from tasks.artifacts.version import PolicyVersion
 from tasks.config import CampaignConfig, Section
 
-__all__ = ["CampaignRun", "Candidate", "PolicyVersion", "PromptSet", "RolloutReport", "ScoreReport", "TrainBatch"]
+__all__ = [
+    "CampaignRun",
+    "Candidate",
+    "PolicyVersion",
+    "PromptSet",
+    "RolloutReport",
+    "ScoreReport",
+    "TrainBatch",
+]
 
 
 class CampaignRun(Section):

@@ -26,7 +26,10 @@ def score(
             f"iteration {iteration} must have no portion left on the queue, got {waiting} of {prompts.num_portions}: "
             "too many workers were lost. Nothing is lost with them; run the campaign again to go on from here."
         )
-    environment, tokenizer = run_environment(run), load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS))
+    environment, tokenizer = (
+        run_environment(run),
+        load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS)),
+    )
     while taken := buffer.take_rollouts("score", iteration=iteration, max_groups=GROUPS_PER_TAKE):
         buffer.publish_scored("score", iteration, score_groups(taken, environment, tokenizer))
     reports = [report for report in rollouts if report is not None]

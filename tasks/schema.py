@@ -86,7 +86,9 @@ class ScoredFrame(RolloutFrame):
 
     @pa.dataframe_check
     def a_failure_has_a_reason(cls, data: PolarsData) -> pl.LazyFrame:
-        return data.lazyframe.select((pl.col("outcome") != "failure") | (pl.col("reason").str.len_chars() > 0))
+        return data.lazyframe.select(
+            (pl.col("outcome") != "failure") | (pl.col("reason").str.len_chars() > 0)
+        )
 
 
 class TrainFrame(pa.DataFrameModel):
@@ -145,7 +147,9 @@ def validated(frame: pl.DataFrame, schema: Frame) -> pl.DataFrame:
             index = [i for i in rows["index"].to_list()[:5] if i is not None]
             where = f"rows {index} ({_sample_ids(frame, index)})" if index else "the frame"
             first = str(rows["failure_case"][0]).splitlines()[0][:200]
-            rules.append(f"{column or schema.__name__}: rule {check} broken by {where}, {len(rows)} in all; first {first}")
+            rules.append(
+                f"{column or schema.__name__}: rule {check} broken by {where}, {len(rows)} in all; first {first}"
+            )
         raise SchemaViolation(f"{schema.__name__} refused {len(frame)} rows.\n" + "\n".join(rules)) from None
 
 

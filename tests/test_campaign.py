@@ -39,7 +39,9 @@ def test_a_campaign_publishes_a_version_an_iteration_and_leaves_no_server(refere
     assert len({line["tensor_digest"] for line in lines}) == 5
     for line in lines[2:]:
         assert line["num_samples"] > 0 and line["metrics"]["kl_k3"] >= 0
-        assert {"start_up", "generate", "score", "assemble", "train", "upload", "publish"} <= line["seconds"].keys()
+        assert {"start_up", "generate", "score", "assemble", "train", "upload", "publish"} <= line[
+            "seconds"
+        ].keys()
     assert (reference.folder / "report.html").stat().st_size > 1000
     wait_until_stopped(reference.store)
 
@@ -80,7 +82,9 @@ def test_the_final_checkpoint_loads_in_transformers_and_reproduces_its_evaluatio
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         with torch.no_grad():
-            output = model.generate(inputs["input_ids"], max_new_tokens=run_.config.rollout.max_new_tokens, do_sample=False)
+            output = model.generate(
+                inputs["input_ids"], max_new_tokens=run_.config.rollout.max_new_tokens, do_sample=False
+            )
         ids = output[0, inputs["input_ids"].shape[1] :].tolist()
         ended = ids[-1] == tokenizer.eos_token_id
         response = tokenizer.decode(ids[:-1] if ended else ids)
@@ -103,7 +107,9 @@ def test_a_run_killed_in_its_second_iteration_goes_on_to_the_same_bits(reference
     resumed = run(tmp_path, SMALL)
     assert "found version 2 after 1 iterations: continues with iteration 1" in resumed.output
     assert resumed.digests() == reference.digests()
-    assert [line["metrics"] for line in resumed.metrics()] == [line["metrics"] for line in reference.metrics()]
+    assert [line["metrics"] for line in resumed.metrics()] == [
+        line["metrics"] for line in reference.metrics()
+    ]
 
 
 def test_ctrl_c_during_training_leaves_no_server_and_a_campaign_that_goes_on(reference, tmp_path):

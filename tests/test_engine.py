@@ -68,7 +68,9 @@ def test_batches_smaller_than_the_request_list_change_nothing(engine, folder):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_behavior_logprobs_equal_the_trainers(engine, folder, temperature):
     model = load_policy(folder, dispatcher=LocalDispatcher())
-    for request, group in zip(REQUESTS, engine.generate(REQUESTS, params(temperature=temperature)), strict=True):
+    for request, group in zip(
+        REQUESTS, engine.generate(REQUESTS, params(temperature=temperature)), strict=True
+    ):
         for completion in group:
             ids = torch.tensor([[*request.prompt_ids, *completion.response_ids]])
             logprob, _ = token_logprobs_and_entropy(model, ids, torch.ones_like(ids), temperature)
@@ -149,4 +151,4 @@ def test_uniforms_depend_on_seed_and_step_alone():
     first = uniforms(seeds, 0)
     assert first[0] == first[2] and first[0] != first[1] and (uniforms(seeds, 1) != first).all()
     many = uniforms(np.arange(10_000), 5)
-    assert 0 <= many.min() and many.max() < 1 and abs(many.mean() - 0.5) < 0.02
+    assert many.min() >= 0 and many.max() < 1 and abs(many.mean() - 0.5) < 0.02

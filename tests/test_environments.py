@@ -87,7 +87,10 @@ def test_scoring_keeps_groups_handles_and_tokens_apart():
         payload = to_bytes(make_frame(rows, RolloutFrame))
         taken.append((f"handle-{number}", Group(group_id=number, num_samples=2, payload=payload)))
     scored = score_groups(taken, REVERSE, tokenizer)
-    assert [(handle, group.group_id) for handle, group in scored] == [("handle-1234", "1234"), ("handle-5678", "5678")]
+    assert [(handle, group.group_id) for handle, group in scored] == [
+        ("handle-1234", "1234"),
+        ("handle-5678", "5678"),
+    ]
     for (_, before), (_, after) in zip(taken, scored, strict=True):
         frame = from_bytes(after.payload, schema=ScoredFrame)
         assert frame["is_exact"].to_list() == [True, False]
@@ -98,7 +101,9 @@ def test_scoring_keeps_groups_handles_and_tokens_apart():
 def test_the_chat_template_ends_with_the_assistants_turn():
     tokenizer = character_tokenizer()
     ids = prompt_ids(tokenizer, "reverse 12")
-    assert tokenizer.decode(ids) == "<user>reverse 12<assistant>" and ids[-1] == tokenizer.convert_tokens_to_ids("<assistant>")
+    assert tokenizer.decode(ids) == "<user>reverse 12<assistant>" and ids[
+        -1
+    ] == tokenizer.convert_tokens_to_ids("<assistant>")
 
 
 def test_text_outside_the_vocabulary_is_refused():

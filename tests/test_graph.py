@@ -37,7 +37,9 @@ def version(number):
 
 def unrolled(entity, **inputs):
     """The dynamic job specification a dynamic node would hand to Flyte at run time."""
-    entity._wf = None  # flytekit keeps the first unrolling of a process; a real dynamic node is a process of its own
+    entity._wf = (
+        None  # flytekit keeps the first unrolling of a process; a real dynamic node is a process of its own
+    )
     context = FlyteContextManager.current_context().with_serialization_settings(SETTINGS)
     with FlyteContextManager.with_context(context) as ctx:
         state = ctx.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
@@ -94,7 +96,11 @@ def test_an_iteration_is_prompts_generate_score_assemble_update_publish():
 
 def test_evaluations_follow_every_nth_version_and_the_last():
     waits, _ = edges(staleness=0, iterations=5, evaluate_every=2)
-    assert {name for name in waits if name.startswith("evaluate")} == {"evaluate-1", "evaluate-3", "evaluate-4"}
+    assert {name for name in waits if name.startswith("evaluate")} == {
+        "evaluate-1",
+        "evaluate-3",
+        "evaluate-4",
+    }
 
 
 def test_a_segment_stays_far_below_flytes_record_limit_and_repeats_no_task():
@@ -114,14 +120,6 @@ def test_segments_chain_launch_plans_over_all_iterations():
 
 def serialized_tasks():
     """Task name -> serialized template, of everything the campaign runs."""
-    import tasks.buffer
-    import tasks.checkpoint
-    import tasks.evaluate
-    import tasks.prompts
-    import tasks.report
-    import tasks.reward
-    import tasks.rollout
-    import tasks.train
 
     found = {}
     for module in list(sys.modules.values()):

@@ -28,7 +28,9 @@ def policy_loss(logprob, behavior, advantage, mask, entropy=None, *, tokens, ent
 
 def test_clipped_loss_by_hand_with_nan_in_a_masked_slot():
     # e^0.5 = 1.6487 -> clipped to 1.28 (A > 0); e^-0.5 = 0.6065 -> 0.8 (A < 0); third masked, NaN must not leak
-    loss, metrics = policy_loss([-0.5, -1.5, NAN], [-1.0, -1.0, NAN], [1.0, -1.0, NAN], [True, True, False], tokens=2)
+    loss, metrics = policy_loss(
+        [-0.5, -1.5, NAN], [-1.0, -1.0, NAN], [1.0, -1.0, NAN], [True, True, False], tokens=2
+    )
     torch.testing.assert_close(loss, torch.tensor((-1.28 + 0.8) / 2))
     assert metrics["tokens"] == 2 and metrics["clip_share"] == 2
     # k1 = -(0.5 - 0.5) = 0; k3 = (e^0.5 - 1 - 0.5) + (e^-0.5 - 1 + 0.5)
@@ -69,14 +71,18 @@ def test_entropy_bonus_lowers_the_loss_by_its_mean():
 
 
 def test_supervised_loss_by_hand():
-    loss, metrics = supervised_loss(torch.tensor([-1.0, -3.0, NAN]), torch.tensor([True, True, False]), num_global_tokens=2)
+    loss, metrics = supervised_loss(
+        torch.tensor([-1.0, -3.0, NAN]), torch.tensor([True, True, False]), num_global_tokens=2
+    )
     torch.testing.assert_close(loss, torch.tensor(2.0))
     torch.testing.assert_close(metrics["policy_loss"], torch.tensor(4.0))
 
 
 def test_losses_do_not_depend_on_how_a_batch_is_split():
     generator = torch.Generator().manual_seed(0)
-    logprob, behavior, advantage, entropy = (torch.randn(12, generator=generator, dtype=torch.float64) for _ in range(4))
+    logprob, behavior, advantage, entropy = (
+        torch.randn(12, generator=generator, dtype=torch.float64) for _ in range(4)
+    )
     mask = torch.rand(12, generator=generator) < 0.7
 
     def gradient(parts):
@@ -98,11 +104,14 @@ def test_group_advantages_by_hand():
     # mean 1, deviations -1 0 1, sample variance (1 + 0 + 1) / 2 = 1
     reward = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64)
     torch.testing.assert_close(
-        group_advantages(reward, normalize_by_std=True), torch.tensor([[-1.0, 0.0, 1.0]], dtype=torch.float64),
-        rtol=0, atol=2e-6,
+        group_advantages(reward, normalize_by_std=True),
+        torch.tensor([[-1.0, 0.0, 1.0]], dtype=torch.float64),
+        rtol=0,
+        atol=2e-6,
     )  # fmt: skip - atol: the epsilon of 1e-6 in the denominator
     torch.testing.assert_close(
-        group_advantages(3 * reward, normalize_by_std=False), torch.tensor([[-3.0, 0.0, 3.0]], dtype=torch.float64)
+        group_advantages(3 * reward, normalize_by_std=False),
+        torch.tensor([[-3.0, 0.0, 3.0]], dtype=torch.float64),
     )
 
 
@@ -146,7 +155,9 @@ def test_assembly_accounts_for_every_sample():
         scored("d", 0, 1.0), scored("d", 1, None, outcome="failure", reason="boom"),
         scored("e", 0, 0.1), scored("e", 1, 0.2), scored("e", 2, None, outcome="abstain"),
     ]  # fmt: skip
-    train, rejected, metrics = assemble_frame(make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7)
+    train, rejected, metrics = assemble_frame(
+        make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7
+    )
     assert rejected == {
         "zero_variance": 2, "stale": 2, "verifier_failure": 1, "group_of_one": 1, "abstained": 1
     }  # fmt: skip
@@ -169,14 +180,18 @@ def test_assembly_does_not_depend_on_the_order_of_samples():
     frames = []
     for seed in (1, 2):
         random.Random(seed).shuffle(rows)
-        frames.append(assemble_frame(make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7)[0])
+        frames.append(
+            assemble_frame(make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7)[0]
+        )
     assert frames[0].equals(frames[1])
     assert frames[0].group_by("minibatch").len().sort("minibatch")["len"].to_list() == [12, 12]
 
 
 def test_assembly_with_nothing_to_learn_from_is_empty_not_an_error():
     rows = [scored("a", i, 1.0) for i in range(4)]
-    train, rejected, _ = assemble_frame(make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7)
+    train, rejected, _ = assemble_frame(
+        make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7
+    )
     assert train.is_empty() and rejected == {"zero_variance": 4}
 
 
@@ -196,7 +211,9 @@ def test_micro_batches_hold_every_row_once_within_the_token_budget():
 
 
 def test_a_micro_batch_aligns_every_tensor_with_its_token():
-    (batch,) = micro_batches([train_row(2, 3) | {"loss_mask": [True, False, True]}, train_row(1, 1)], max_tokens=100)
+    (batch,) = micro_batches(
+        [train_row(2, 3) | {"loss_mask": [True, False, True]}, train_row(1, 1)], max_tokens=100
+    )
     assert batch["input_ids"].tolist() == [[10, 11, 50, 51, 52], [10, 50, 0, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 0, 0, 0]]
     assert batch["mask"].tolist() == [[False, False, True, False, True], [False, True, False, False, False]]
@@ -217,4 +234,6 @@ def test_ranks_share_rows_without_loss_for_any_number_of_them():
 def test_train_frame_marks_every_response_token_as_trained():
     rows = [scored("a", i, r) for i, r in enumerate((0.0, 1.0))]
     train, _, _ = assemble_frame(make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7)
-    assert train.select(pl.col("loss_mask").list.all().all()).item() and train["loss_mask"].list.len().to_list() == [2, 2]
+    assert train.select(pl.col("loss_mask").list.all().all()).item() and train[
+        "loss_mask"
+    ].list.len().to_list() == [2, 2]

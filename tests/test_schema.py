@@ -49,7 +49,11 @@ def test_no_payload_is_an_empty_frame_of_the_right_type(schema):
         (PromptFrame, {"prompt_ids": []}, "prompt_is_not_empty"),
         (RolloutFrame, {"prompt_ids": []}, "prompt_is_not_empty"),
         (RolloutFrame, {"behavior_logprob": [-0.1]}, "response_and_logprobs_have_equal_length"),
-        (RolloutFrame, {"response_ids": [], "behavior_logprob": []}, "response_and_logprobs_have_equal_length"),
+        (
+            RolloutFrame,
+            {"response_ids": [], "behavior_logprob": []},
+            "response_and_logprobs_have_equal_length",
+        ),
         (RolloutFrame, {"behavior_logprob": [float("nan"), -1]}, "logprobs_are_finite_and_at_most_zero"),
         (RolloutFrame, {"behavior_logprob": [0.5, -1]}, "logprobs_are_finite_and_at_most_zero"),
         (RolloutFrame, {"finish_reason": "tired"}, "isin"),
@@ -71,7 +75,9 @@ def test_a_violation_names_the_row_and_the_rule(schema, change, rule):
     assert rule in text and "rows [1]" in text and "/bad" in text and "first/" not in text, text
 
 
-@pytest.mark.parametrize("schema", [RolloutFrame, ScoredFrame, TrainFrame], ids=lambda schema: schema.__name__)
+@pytest.mark.parametrize(
+    "schema", [RolloutFrame, ScoredFrame, TrainFrame], ids=lambda schema: schema.__name__
+)
 def test_a_sample_may_occur_once(schema):
     with pytest.raises(SchemaViolation, match="sample_ids_are_unique"):
         make_frame([GOOD[schema], GOOD[schema]], schema)

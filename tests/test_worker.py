@@ -50,7 +50,9 @@ def work(buffer, folder, worker, *, max_portions=0, version=5, engine=None):
 
 def published(buffer):
     taken = buffer.take_rollouts("reader", iteration=2, max_groups=100)
-    return from_bytes(*(group.payload for _, group in taken), schema=RolloutFrame).sort("prompt_id", "sample_index")
+    return from_bytes(*(group.payload for _, group in taken), schema=RolloutFrame).sort(
+        "prompt_id", "sample_index"
+    )
 
 
 def test_workers_share_a_queue_until_it_is_empty(buffer, folder):
@@ -87,7 +89,9 @@ def test_a_failing_worker_hands_its_lease_back_at_once(buffer, folder):
 def test_the_same_portion_sampled_twice_gives_the_same_samples(buffer, valkey_url, campaign, folder):
     put(buffer, 1)
     work(buffer, folder, "a")
-    other = ExperienceBuffer(valkey_url, campaign + "-b", lease_seconds=1, max_attempts=3, capacity_bytes=2**20)
+    other = ExperienceBuffer(
+        valkey_url, campaign + "-b", lease_seconds=1, max_attempts=3, capacity_bytes=2**20
+    )
     put(other, 1)
     work(other, folder, "z")
     assert published(buffer).equals(published(other))
@@ -107,7 +111,9 @@ class Slow(EmbeddedEngine):
 
 def test_a_slow_worker_renews_its_lease(buffer, folder):
     put(buffer, 1)
-    thread = threading.Thread(target=work, args=(buffer, folder, "slow"), kwargs={"engine": Slow(batch_size=16)})
+    thread = threading.Thread(
+        target=work, args=(buffer, folder, "slow"), kwargs={"engine": Slow(batch_size=16)}
+    )
     thread.start()
     threading.Event().wait(1.8)
     assert buffer.lease("thief", iteration=2, policy_version=5) == []

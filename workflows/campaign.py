@@ -1,6 +1,6 @@
 """A campaign: segments of iterations, from version 0 or from where it stopped. Entry point of ``pyflyte run``.
 
-    pyflyte run workflows/campaign.py campaign --config configs/campaigns/laptop.yaml
+pyflyte run workflows/campaign.py campaign --config configs/campaigns/laptop.yaml
 """
 
 import warnings

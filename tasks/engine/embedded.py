@@ -70,7 +70,10 @@ def _generate_batch(
     alive = torch.arange(len(seeds))  # the row of the batch -> the sample it belongs to
     for step in range(params.max_new_tokens):
         token_B, logprob_B = sample(
-            state.logits_BV, uniforms(seeds[alive.numpy()], step), temperature=params.temperature, top_p=params.top_p
+            state.logits_BV,
+            uniforms(seeds[alive.numpy()], step),
+            temperature=params.temperature,
+            top_p=params.top_p,
         )
         for row, token, logprob in zip(alive.tolist(), token_B.tolist(), logprob_B.tolist(), strict=True):
             tokens[row].append(token)
@@ -83,7 +86,9 @@ def _generate_batch(
         state.advance(token_B, kept)
     flat = [
         Completion(
-            response_ids=ids, logprobs=values, finish_reason="stop" if ids[-1] in params.stop_ids else "length"
+            response_ids=ids,
+            logprobs=values,
+            finish_reason="stop" if ids[-1] in params.stop_ids else "length",
         )
         for ids, values in zip(tokens, logprobs, strict=True)
     ]

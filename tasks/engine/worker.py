@@ -52,7 +52,9 @@ def drain_queue(
         if not leases:
             if buffer.outstanding(iteration) == 0:
                 break
-            time.sleep(POLL_SECONDS)  # the rest is leased to others: wait for the end, or for a lease to expire
+            time.sleep(
+                POLL_SECONDS
+            )  # the rest is leased to others: wait for the end, or for a lease to expire
             continue
         start = time.monotonic()
         for lease in leases:
@@ -89,7 +91,8 @@ def sample_portion(
         Request(
             prompt_ids=tuple(prompt["prompt_ids"]),
             seeds=tuple(
-                seed_of(base_seed, prompt["iteration"], prompt["prompt_id"], index) for index in range(group_size)
+                seed_of(base_seed, prompt["iteration"], prompt["prompt_id"], index)
+                for index in range(group_size)
             ),
         )
         for prompt in prompts

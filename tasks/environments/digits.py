@@ -21,13 +21,21 @@ class DigitsEnvironment:
     """
 
     def __init__(
-        self, *, name: str, transform: Callable[[str], Iterable[str]], num_digits: int, num_held_out: int, seed: int
+        self,
+        *,
+        name: str,
+        transform: Callable[[str], Iterable[str]],
+        num_digits: int,
+        num_held_out: int,
+        seed: int,
     ):
         self.name, self.transform, self.num_digits, self.num_held_out, self.seed = (
             name, transform, num_digits, num_held_out, seed,
         )  # fmt: skip
         order = list(range(10**num_digits))
-        random.Random(f"{name}/{num_digits}").shuffle(order)  # the same split for every seed: scores stay comparable
+        random.Random(f"{name}/{num_digits}").shuffle(
+            order
+        )  # the same split for every seed: scores stay comparable
         self.held_out, self.train = order[:num_held_out], order[num_held_out:]
 
     def fingerprint(self) -> str:

@@ -55,5 +55,9 @@ def make(config: EnvironmentConfig, *, seed: int) -> Environment:
 
     transform = {"reverse_digits": reverse, "sort_digits": sorted}[config.name]
     return DigitsEnvironment(
-        name=config.name, transform=transform, num_digits=config.num_digits, num_held_out=config.held_out, seed=seed
+        name=config.name,
+        transform=transform,
+        num_digits=config.num_digits,
+        num_held_out=config.held_out,
+        seed=seed,
     )

@@ -21,7 +21,9 @@ def score_groups(
     result, first = [], 0
     for handle, group in taken:
         payload = to_bytes(scored.slice(first, group.num_samples))
-        result.append((handle, Group(group_id=group.group_id, num_samples=group.num_samples, payload=payload)))
+        result.append(
+            (handle, Group(group_id=group.group_id, num_samples=group.num_samples, payload=payload))
+        )
         first += group.num_samples
     return result
 

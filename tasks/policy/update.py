@@ -144,12 +144,18 @@ def read_batch(store: "PolicyStore", batch: TrainBatch) -> list[dict[str, Any]]:
     """The sealed rows, after checking that they are the bytes that were sealed."""
     payload = store.get_object(batch.key)
     if (got := hashlib.sha256(payload).hexdigest()) != batch.sha256:
-        raise RuntimeError(f"batch {batch.key} must have sha256 {batch.sha256}, got {got}. It was changed; restore it.")
+        raise RuntimeError(
+            f"batch {batch.key} must have sha256 {batch.sha256}, got {got}. It was changed; restore it."
+        )
     return from_bytes(payload, schema=TrainFrame).rows(named=True)
 
 
 def store_shards(
-    store: "PolicyStore", model: PreTrainedModel, optimizer: AdamW, mesh: ParallelMesh, parent_files: dict[str, Blob]
+    store: "PolicyStore",
+    model: PreTrainedModel,
+    optimizer: AdamW,
+    mesh: ParallelMesh,
+    parent_files: dict[str, Blob],
 ) -> tuple[dict[str, Blob], str]:
     """Upload this rank's weights and optimizer state; every rank returns all files and the digest of all weights."""
     with tempfile.TemporaryDirectory() as name:
@@ -181,7 +187,9 @@ def _optimizer(
     is_supervised = batch.objective == "supervised"
     lr = config.warm_start.learning_rate if is_supervised else learning_rate(config, batch.iteration)
     train = config.train
-    optimizer = make_optimizer(model, lr=lr, betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay)
+    optimizer = make_optimizer(
+        model, lr=lr, betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay
+    )
     if resumes:
         weights.load_optimizer(model, optimizer, folder)
     return optimizer
@@ -223,9 +231,7 @@ class _Clock:
 def _say(batch: TrainBatch, metrics: dict[str, float], clock: _Clock, dispatcher: str) -> None:
     text = f"{metrics['steps']:.0f} steps, loss {metrics['policy_loss']:.4f}, "
     if batch.objective == "clipped_policy":
-        text += (
-            f"KL {metrics['kl_k3']:.4f}, entropy {metrics['entropy']:.3f}, clipped {metrics['clip_share']:.1%}, "
-        )
+        text += f"KL {metrics['kl_k3']:.4f}, entropy {metrics['entropy']:.3f}, clipped {metrics['clip_share']:.1%}, "
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
     iteration = batch.iteration if batch.iteration >= 0 else None
     say("train", f"{text}seconds: {seconds}; {dispatcher}", iteration=iteration)

@@ -29,7 +29,9 @@ def assemble_frame(
     admitted = admitted.with_columns(reward=pl.Series(rewards.tolist(), dtype=pl.Float64))
     admitted, without_signal = _with_advantages(admitted, normalize_by_std=config.algorithm.normalize_by_std)
     rejected |= without_signal
-    train = _into_minibatches(admitted, num_minibatches=config.algorithm.num_minibatches, seed=config.seed + iteration)
+    train = _into_minibatches(
+        admitted, num_minibatches=config.algorithm.num_minibatches, seed=config.seed + iteration
+    )
     metrics = {
         "zero_variance": without_signal.get("zero_variance", 0) / max(len(frame), 1),
         "staleness": float((policy_version - train["policy_version"]).mean() or 0.0),  # pyright: ignore
