@@ -23,7 +23,7 @@ def open_campaign(
     store: str | None,
     fresh: bool,
 ) -> CampaignRun:
-    """Fix the effective configuration and the lineage: the newest one of this name, or with ``fresh`` the next."""
+    """Fix the effective configuration and the lineage: the newest of this name; with ``fresh`` the next."""
     import yaml
 
     config = with_overrides(
@@ -101,7 +101,7 @@ def initialize(run: CampaignRun) -> PolicyVersion:
 
 @task(**placement.CPU.task_arguments())
 def publish(run: CampaignRun, candidate: Candidate) -> PolicyVersion:
-    """Commit the candidate's manifest, the one moment at which it becomes a version, then free its experience."""
+    """Commit the manifest, the one moment at which a candidate becomes a version; free its experience."""
     from tasks.artifacts.manifest import Manifest
 
     start, store = time.monotonic(), run_store(run)
@@ -112,8 +112,10 @@ def publish(run: CampaignRun, candidate: Candidate) -> PolicyVersion:
         and manifest.metrics.get("skipped_steps", 0) < manifest.metrics["steps"]
     ):
         raise RuntimeError(
-            f"version {manifest.version} must differ from version {parent.version} after {manifest.metrics['steps']:.0f} "
-            f"optimizer steps, got the same tensor digest {manifest.tensor_digest[:16]}. Stale weights were saved; nothing "
+            f"version {manifest.version} must differ from version {parent.version} after "
+            f"{manifest.metrics['steps']:.0f} "
+            f"optimizer steps, got the same tensor digest {manifest.tensor_digest[:16]}. Stale weights were "
+            "saved; nothing "
             "is published. Run the campaign again."
         )
     manifest = manifest.model_copy(
@@ -150,7 +152,7 @@ def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun) -> None:
 
 
 def _set_aside_pending(store: "PolicyStore", run: CampaignRun, iterations_done: int) -> None:
-    """Samples that an earlier configuration left pending are rejected by name: they were made under other rules."""
+    """Reject by name what an earlier configuration left pending: it was made under other rules."""
     for key in store.list_objects("config/"):
         before = CampaignConfig.model_validate_json(store.get_object(key))
         if before.digest() == run.config.digest():

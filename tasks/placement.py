@@ -1,8 +1,9 @@
 """The only file that knows node pools, images, resources and pod templates.
 
 Local runs ignore all of this; a serialized task shows it. Everything a pod needs is in its template: any
-``requests`` or ``limits`` on ``@task`` would replace the container's resources and drop EFA devices and hugepages
-without a word. Sizes follow p5en.48xlarge (8 H200, 192 vCPU, 2 TiB), of which EKS hands out 15 of 16 EFA devices.
+``requests`` or ``limits`` on ``@task`` would replace the container's resources and drop EFA devices and
+hugepages without a word. Sizes follow p5en.48xlarge (8 H200, 192 vCPU, 2 TiB), of which EKS hands out 15 of
+16 EFA devices.
 """
 
 from dataclasses import dataclass, field
@@ -89,7 +90,8 @@ CPU = Pool(name="cpu", image="cpu:0.1.0", cpu="4", memory="16Gi")
 MEMORY = Pool(name="memory", image="cpu:0.1.0", cpu="8", memory="128Gi")
 REWARD = Pool(name="reward", image="cpu:0.1.0", cpu="16", memory="64Gi")
 ROLLOUT = Pool(
-    name="rollout-spot", image="rollout:0.1.0", cpu="180", memory="1500Gi", is_spot=True, shared_memory="256Gi",
+    name="rollout-spot", image="rollout:0.1.0", cpu="180", memory="1500Gi", is_spot=True,
+    shared_memory="256Gi",
     devices={"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "15", "hugepages-2Mi": "5120Mi"},
     environment=EFA_ENVIRONMENT,
 )  # fmt: skip

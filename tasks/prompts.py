@@ -1,4 +1,4 @@
-"""Which prompts an iteration works on: put on the work queue, or written as demonstrations for a warm start."""
+"""Which prompts an iteration works on: put on the work queue, or sealed as demonstrations."""
 
 import time
 
@@ -11,7 +11,7 @@ from tasks.session import WEIGHTS, run_buffer, run_environment, run_store, say
 
 @task(**placement.CPU.task_arguments())
 def offer_prompts(run: CampaignRun, iteration: int, behavior: PolicyVersion) -> PromptSet:
-    """Put iteration ``iteration``'s prompts on the work queue, to be sampled by ``behavior``. Safe to repeat."""
+    """Put an iteration's prompts on the work queue, to be sampled by ``behavior``. Safe to repeat."""
     from tasks.experience.records import WorkItem
     from tasks.policy.tokenizer import load_tokenizer, prompt_ids
     from tasks.schema import PromptFrame, make_frame, to_bytes

@@ -23,8 +23,10 @@ def score(
     start, buffer, iteration = time.monotonic(), run_buffer(run), prompts.iteration
     if waiting := buffer.outstanding(iteration):
         raise RuntimeError(
-            f"iteration {iteration} must have no portion left on the queue, got {waiting} of {prompts.num_portions}: "
-            "too many workers were lost. Nothing is lost with them; run the campaign again to go on from here."
+            f"iteration {iteration} must have no portion left on the queue, got {waiting} of "
+            f"{prompts.num_portions}: "
+            "too many workers were lost. Nothing is lost with them; run the campaign again to go on from "
+            "here."
         )
     environment, tokenizer = (
         run_environment(run),
@@ -50,8 +52,10 @@ def _report(
     if num_failures > run.config.reward.max_failure_share * max(len(frame), 1):
         reasons = frame.filter(pl.col("outcome") == "failure")["reason"].unique().to_list()[:3]
         raise RuntimeError(
-            f"iteration {iteration}: at most {run.config.reward.max_failure_share:.0%} of samples may fail to be "
-            f"scored, got {num_failures} of {len(frame)}: {reasons}. A failure is not a reward of 0; mend the verifier "
+            f"iteration {iteration}: at most {run.config.reward.max_failure_share:.0%} of samples may fail "
+            "to be "
+            f"scored, got {num_failures} of {len(frame)}: {reasons}. A failure is not a reward of 0; mend "
+            "the verifier "
             "and run the campaign again."
         )
     report = ScoreReport(
@@ -70,7 +74,8 @@ def _report(
     )
     say(
         "score",
-        f"reward {report.reward_mean:.3f}, exact {report.exact_share:.3f}, finished {report.finished_share:.3f}, "
+        f"reward {report.reward_mean:.3f}, exact {report.exact_share:.3f}, finished "
+        f"{report.finished_share:.3f}, "
         f"{report.num_samples} samples, {report.num_failures} failures, {report.score_seconds:.1f} s",
         iteration=iteration,
     )

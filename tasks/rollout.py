@@ -54,5 +54,6 @@ def rollout_worker(
 
 
 generate = map_task(rollout_worker, bound_inputs={"run", "prompts", "behavior"}, min_success_ratio=0.5)
-"""One mapped task for all iterations (a new one a turn would add a task template to the graph each time). Half of the
-workers may be lost for good: the queue, not the workers, decides whether an iteration is complete."""
+"""One mapped task for all iterations (a new one a turn would add a task template to the graph each time).
+Half of the workers may be lost for good: the queue, not the workers, decides whether an iteration is
+complete."""

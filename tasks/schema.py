@@ -1,9 +1,9 @@
 """Records between stages as data frames, each boundary guarded by a pandera schema.
 
-``RolloutFrame`` leaves a worker, ``ScoredFrame`` leaves the reward stage, ``TrainFrame`` is what a policy update reads.
-One row is one sample, identified by ``(iteration, prompt_id, sample_index)``. A violation names the rows and the rule.
-Frames are eager on purpose: pandera checks only the types of a lazy frame and lets bad values pass. Import this module
-inside task bodies: polars and pandera cost 0.7 s.
+``RolloutFrame`` leaves a worker, ``ScoredFrame`` leaves the reward stage, ``TrainFrame`` is what a policy
+update reads. One row is one sample, identified by ``(iteration, prompt_id, sample_index)``. A violation names
+the rows and the rule. Frames are eager on purpose: pandera checks only the types of a lazy frame and lets bad
+values pass. Import this module inside task bodies: polars and pandera cost 0.7 s.
 """
 
 import io
@@ -37,7 +37,8 @@ class PromptFrame(pa.DataFrameModel):
 
 
 class RolloutFrame(pa.DataFrameModel):
-    """Sampled tokens. ``behavior_logprob`` is that of the distribution that was sampled, one value a response token."""
+    """Sampled tokens. ``behavior_logprob`` is that of the distribution that was sampled, one value a response
+    token."""
 
     iteration: int = pa.Field(ge=0)
     prompt_id: str
@@ -72,7 +73,8 @@ class RolloutFrame(pa.DataFrameModel):
 
 
 class ScoredFrame(RolloutFrame):
-    """Rollouts with their outcome: a score, an abstention, or a failure with its reason; a failure has no reward."""
+    """Rollouts with their outcome: a score, an abstention, or a failure with its reason; a failure has no
+    reward."""
 
     outcome: str = pa.Field(isin=["score", "abstain", "failure"])
     reward: float = pa.Field(nullable=True, ge=0, le=1)
@@ -92,7 +94,8 @@ class ScoredFrame(RolloutFrame):
 
 
 class TrainFrame(pa.DataFrameModel):
-    """Rows of one policy update. ``loss_mask`` is True where the policy chose the token; others are never trained."""
+    """Rows of one policy update. ``loss_mask`` is True where the policy chose the token; others are never
+    trained."""
 
     iteration: int = pa.Field(ge=-1)
     prompt_id: str
@@ -137,7 +140,8 @@ def make_frame(rows: Iterable[dict[str, Any]], schema: Frame) -> pl.DataFrame:
 
 
 def validated(frame: pl.DataFrame, schema: Frame) -> pl.DataFrame:
-    """The frame itself if it obeys the schema; else ``SchemaViolation`` with the rule and the first rows that break it."""
+    """The frame itself if it obeys the schema; else ``SchemaViolation`` with the rule and the first rows that
+    break it."""
     try:
         return cast(pl.DataFrame, schema.validate(frame, lazy=True))
     except pa.errors.SchemaErrors as error:
@@ -148,13 +152,15 @@ def validated(frame: pl.DataFrame, schema: Frame) -> pl.DataFrame:
             where = f"rows {index} ({_sample_ids(frame, index)})" if index else "the frame"
             first = str(rows["failure_case"][0]).splitlines()[0][:200]
             rules.append(
-                f"{column or schema.__name__}: rule {check} broken by {where}, {len(rows)} in all; first {first}"
+                f"{column or schema.__name__}: rule {check} broken by {where}, {len(rows)} in all; first "
+                f"{first}"
             )
         raise SchemaViolation(f"{schema.__name__} refused {len(frame)} rows.\n" + "\n".join(rules)) from None
 
 
 def to_bytes(frame: pl.DataFrame) -> bytes:
-    """Arrow IPC stream, uncompressed: 50 times faster than Parquet to write and read, and this crosses a network once."""
+    """Arrow IPC stream, uncompressed: 50 times faster than Parquet to write and read, and this crosses a
+    network once."""
     sink = io.BytesIO()
     frame.write_ipc_stream(sink)
     return sink.getvalue()

@@ -66,7 +66,7 @@ def test_overrides_replace_the_files_values_and_none_keeps_them():
 
 
 def test_overrides_pass_the_same_checks():
-    with pytest.raises(ConfigError, match="schedule.iterations"):
+    with pytest.raises(ConfigError, match=r"schedule\.iterations"):
         with_overrides(load(), schedule__iterations=0)
 
 

@@ -1,4 +1,5 @@
-"""The engine contract: every rollout engine passes these tests. Blind spot: tiny policies, greedy ties are not probed."""
+"""The engine contract: every rollout engine passes these tests. Blind spot: tiny policies, greedy ties are
+not probed."""
 
 import json
 import math
@@ -31,7 +32,7 @@ def engine(folder):
 
 
 def params(**changes):
-    defaults = dict(max_new_tokens=12, temperature=1.0, top_p=1.0, stop_ids=frozenset({1}))
+    defaults = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 1.0, "stop_ids": frozenset({1})}
     return SamplingParams(**(defaults | changes))
 
 

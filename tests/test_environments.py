@@ -77,13 +77,18 @@ def test_scoring_keeps_groups_handles_and_tokens_apart():
     taken = []
     for number, answers in (("1234", ["4321", "1111"]), ("5678", ["8765", "5678"])):
         rows = [
-            dict(
-                iteration=0, prompt_id=f"000000000-{number}", sample_index=i, policy_version=0, prompt_ids=[2, 3],
-                response_ids=[*encode(tokenizer, answer), tokenizer.eos_token_id], behavior_logprob=[-1.0] * 5,
-                finish_reason="stop",
-            )
+            {
+                "iteration": 0,
+                "prompt_id": f"000000000-{number}",
+                "sample_index": i,
+                "policy_version": 0,
+                "prompt_ids": [2, 3],
+                "response_ids": [*encode(tokenizer, answer), tokenizer.eos_token_id],
+                "behavior_logprob": [-1.0] * 5,
+                "finish_reason": "stop",
+            }
             for i, answer in enumerate(answers)
-        ]  # fmt: skip
+        ]
         payload = to_bytes(make_frame(rows, RolloutFrame))
         taken.append((f"handle-{number}", Group(group_id=number, num_samples=2, payload=payload)))
     scored = score_groups(taken, REVERSE, tokenizer)

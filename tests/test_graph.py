@@ -1,6 +1,7 @@
 """The graph as Flyte will see it: edges, pools, pod templates, and that none of it needs torch."""
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -22,11 +23,14 @@ from workflows import campaign
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = SerializationSettings(
-    project="p", domain="d", version="v", image_config=ImageConfig(default_image=Image("d", "img", "t")),
+    project="p",
+    domain="d",
+    version="v",
+    image_config=ImageConfig(default_image=Image("d", "img", "t")),
     fast_serialization_settings=FastSerializationSettings(
         enabled=True, destination_dir="/root", distribution_location="s3://x/f.tar.gz"
     ),
-)  # fmt: skip
+)
 
 
 def version(number):
@@ -58,11 +62,13 @@ def edges(*, staleness, iterations=4, **schedule):
         node.id: {b.binding.promise.node_id for b in node.inputs if b.binding.promise}
         | {
             p.promise.node_id
-            for b in node.inputs if b.binding.collection
-            for p in b.binding.collection.bindings if p.promise
+            for b in node.inputs
+            if b.binding.collection
+            for p in b.binding.collection.bindings
+            if p.promise
         }
         for node in spec.nodes
-    }  # fmt: skip
+    }
 
     @functools.cache
     def ancestors(node):
@@ -88,7 +94,7 @@ def test_with_staleness_one_generation_does_not_wait_for_the_previous_training()
 def test_an_iteration_is_prompts_generate_score_assemble_update_publish():
     waits, spec = edges(staleness=0, iterations=1)
     chain = ["prompts-0", "generate-0", "score-0", "assemble-0", "update-0", "publish-0"]
-    for earlier, later in zip(chain, chain[1:], strict=False):
+    for earlier, later in itertools.pairwise(chain):
         assert earlier in waits[later]
     (mapped,) = [node for node in spec.nodes if node.array_node]
     assert mapped.id == "generate-0"
@@ -131,12 +137,16 @@ def serialized_tasks():
 
 
 POOL_OF = {
-    "tasks.prompts.offer_prompts": placement.CPU, "tasks.rollout.rollout_worker": placement.ROLLOUT,
-    "tasks.reward.score": placement.REWARD, "tasks.buffer.assemble": placement.MEMORY,
-    "tasks.train.update_policy_laptop_1x2": placement.TRAINER, "tasks.train.update_policy_cluster_16x8": placement.TRAINER,
-    "tasks.checkpoint.publish": placement.CPU, "tasks.evaluate.evaluate": placement.ROLLOUT,
+    "tasks.prompts.offer_prompts": placement.CPU,
+    "tasks.rollout.rollout_worker": placement.ROLLOUT,
+    "tasks.reward.score": placement.REWARD,
+    "tasks.buffer.assemble": placement.MEMORY,
+    "tasks.train.update_policy_laptop_1x2": placement.TRAINER,
+    "tasks.train.update_policy_cluster_16x8": placement.TRAINER,
+    "tasks.checkpoint.publish": placement.CPU,
+    "tasks.evaluate.evaluate": placement.ROLLOUT,
     "tasks.report.report": placement.CPU,
-}  # fmt: skip
+}
 
 
 def test_every_task_is_serialized_in_its_pool_with_its_pod_template():
@@ -175,7 +185,8 @@ BLOCKER = """
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"torch", "transformers", "sglang", "polars", "pandera", "valkey", "matplotlib"}:
+        if name.split(".")[0] in {"torch", "transformers", "sglang", "polars", "pandera", "valkey",
+        "matplotlib"}:
             raise ImportError(f"{name} must not be imported to register a workflow")
 sys.meta_path.insert(0, Refuse())
 """
@@ -187,9 +198,18 @@ def package(tmp_path_factory):
     folder = tmp_path_factory.mktemp("package")
     (folder / "sitecustomize.py").write_text(BLOCKER)
     command = [
-        str(Path(sys.executable).parent / "pyflyte"), "--pkgs", "workflows", "package", "--copy", "all",
-        "--image", "registry.example.com/moe-rl/cpu:0.1.0", "--output", str(folder / "flyte.tgz"), "--force",
-    ]  # fmt: skip
+        str(Path(sys.executable).parent / "pyflyte"),
+        "--pkgs",
+        "workflows",
+        "package",
+        "--copy",
+        "all",
+        "--image",
+        "registry.example.com/moe-rl/cpu:0.1.0",
+        "--output",
+        str(folder / "flyte.tgz"),
+        "--force",
+    ]
     env = dict(os.environ, PYTHONPATH=str(folder))
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

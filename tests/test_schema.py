@@ -16,19 +16,35 @@ from tasks.schema import (
     validated,
 )
 
-ROLLOUT = dict(
-    iteration=2, prompt_id="p", sample_index=0, policy_version=5, prompt_ids=[1, 2], response_ids=[3, 4],
-    behavior_logprob=[-0.1, -0.2], finish_reason="stop",
-)  # fmt: skip
-SCORED = ROLLOUT | dict(outcome="score", reward=0.5, is_exact=False, reason="")
-TRAIN = dict(
-    iteration=2, prompt_id="p", sample_index=0, policy_version=5, prompt_ids=[1, 2], response_ids=[3, 4],
-    behavior_logprob=[-0.1, -0.2], loss_mask=[True, False], advantage=1.5, minibatch=0,
-)  # fmt: skip
+ROLLOUT = {
+    "iteration": 2,
+    "prompt_id": "p",
+    "sample_index": 0,
+    "policy_version": 5,
+    "prompt_ids": [1, 2],
+    "response_ids": [3, 4],
+    "behavior_logprob": [-0.1, -0.2],
+    "finish_reason": "stop",
+}
+SCORED = ROLLOUT | {"outcome": "score", "reward": 0.5, "is_exact": False, "reason": ""}
+TRAIN = {
+    "iteration": 2,
+    "prompt_id": "p",
+    "sample_index": 0,
+    "policy_version": 5,
+    "prompt_ids": [1, 2],
+    "response_ids": [3, 4],
+    "behavior_logprob": [-0.1, -0.2],
+    "loss_mask": [True, False],
+    "advantage": 1.5,
+    "minibatch": 0,
+}
 GOOD = {
-    PromptFrame: dict(iteration=0, prompt_id="p", prompt_ids=[1]), RolloutFrame: ROLLOUT, ScoredFrame: SCORED,
+    PromptFrame: {"iteration": 0, "prompt_id": "p", "prompt_ids": [1]},
+    RolloutFrame: ROLLOUT,
+    ScoredFrame: SCORED,
     TrainFrame: TRAIN,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("schema", GOOD, ids=lambda schema: schema.__name__)

@@ -27,11 +27,15 @@ def buffer(valkey_url, campaign):
     return ExperienceBuffer(valkey_url, campaign, lease_seconds=1.0, max_attempts=3, capacity_bytes=2**20)
 
 
+def prompt(portion, group):
+    return {"iteration": 2, "prompt_id": f"{portion}-{group}", "prompt_ids": [2, 5 + group, 3]}
+
+
 def put(buffer, num_portions, version=5):
     items = [
         WorkItem(
             iteration=2, portion=p, policy_version=version, num_groups=2, num_samples=2 * GROUP_SIZE,
-            payload=to_bytes(make_frame([dict(iteration=2, prompt_id=f"{p}-{g}", prompt_ids=[2, 5 + g, 3]) for g in (0, 1)], PromptFrame)),
+            payload=to_bytes(make_frame([prompt(p, g) for g in (0, 1)], PromptFrame)),
         )
         for p in range(num_portions)
     ]  # fmt: skip

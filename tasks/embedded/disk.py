@@ -13,5 +13,5 @@ def require_free_space(folder: Path, min_bytes: int) -> None:
         raise ValueError(
             f"the disk of {folder} must have at least {min_bytes / 2**30:.2f} GiB free, got "
             f"{free / 2**30:.2f} GiB. "
-            "Free some space, or choose a folder on another disk."
+            "Free some space, choose a folder on another disk, or lower checkpoint.min_free_gb."
         )

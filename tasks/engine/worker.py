@@ -1,8 +1,9 @@
-"""The rollout worker: lease a portion, sample its groups, publish them, settle; until the iteration's queue is empty.
+"""The rollout worker: lease a portion, sample its groups, publish them, settle; until the iteration's queue
+is empty.
 
-The same loop serves a mapped Flyte task and a standing worker. A worker that vanishes loses its lease by expiry and
-others take over; one that fails hands its lease back at once. Groups are identified by what they are samples of, so
-work done twice is stored once.
+The same loop serves a mapped Flyte task and a standing worker. A worker that vanishes loses its lease by
+expiry and others take over; one that fails hands its lease back at once. Groups are identified by what they
+are samples of, so work done twice is stored once.
 """
 
 import threading
@@ -83,7 +84,8 @@ def sample_portion(
     """The sampled groups of one portion and the number of tokens generated."""
     if engine.version != lease.item.policy_version:
         raise RuntimeError(
-            f"portion {lease.item.item_id} must be sampled by policy version {lease.item.policy_version}, the engine "
+            f"portion {lease.item.item_id} must be sampled by policy version {lease.item.policy_version}, "
+            "the engine "
             f"holds version {engine.version}. Load the required version first."
         )
     prompts = from_bytes(lease.item.payload, schema=PromptFrame).rows(named=True)

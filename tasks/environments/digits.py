@@ -1,4 +1,4 @@
-"""Rearrange a few digits: the smallest problem whose reward a random mixture-of-experts policy learns to raise."""
+"""Rearrange a few digits: a problem small enough for a random policy to learn by reward alone."""
 
 import functools
 import random
@@ -15,7 +15,8 @@ def reverse(digits: str) -> Iterable[str]:
 
 
 class DigitsEnvironment:
-    """All numbers of ``num_digits`` digits in an order drawn from the seed; the first ``num_held_out`` are held out.
+    """All numbers of ``num_digits`` digits in an order drawn from the seed; the first ``num_held_out`` are
+    held out.
 
     Reward 1.0 for the exact answer, else up to 0.5 by the share of right positions, halved if it did not end.
     """

@@ -1,4 +1,5 @@
-"""What a task to learn must provide. Add one: a class with these members in a file here, and its name in ``make``."""
+"""What a task to learn must provide. Add one: a class with these members in a file here, and its name in
+``make``."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -45,7 +46,7 @@ class Environment(Protocol):
         ...
 
     def verify(self, prompt_id: str, response: str, *, is_finished: bool) -> Outcome:
-        """Judge a response. ``is_finished`` is False if the length limit cut it off. May raise: that is a failure."""
+        """Judge a response; ``is_finished`` is False if the limit cut it off. Raising is a failure."""
         ...
 
 

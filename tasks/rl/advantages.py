@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 STD_EPS = 1e-6
-"""Added to the standard deviation, as verl does; with ``ddof = 1`` as in the GRPO reference implementations."""
+"""Added to the standard deviation (ddof 1), as verl does."""
 
 
 def group_advantages(reward_NG: Tensor, *, normalize_by_std: bool) -> Tensor:
     """Centre rewards within each group; divide by the group's standard deviation (ddof 1) if asked.
 
-    GRPO, arXiv 2402.03300 eq. for outcome supervision; without the division Dr. GRPO, arXiv 2503.20783 section 3.1.
+    GRPO, arXiv 2402.03300 eq. for outcome supervision; without the division Dr. GRPO, arXiv 2503.20783
+    section 3.1.
 
     Args:
         reward_NG: float rewards, one row a prompt; every group is complete and has at least two samples.
@@ -39,7 +40,7 @@ def has_signal(reward_NG: Tensor) -> Tensor:
 
 
 def control_rewards(reward_NG: Tensor, *, control: str, seed: int) -> Tensor:
-    """Rewards of a control experiment: ``none`` as they are, ``flipped`` 1 - r, ``shuffled`` over the whole batch."""
+    """Rewards of a control experiment: ``flipped`` is 1 - r, ``shuffled`` permutes the whole batch."""
     if control == "none":
         return reward_NG
     if control == "flipped":
