@@ -75,6 +75,7 @@ def demonstrations(run: CampaignRun, policy: PolicyVersion) -> TrainBatch:
                 "response_ids": answer,
                 "behavior_logprob": [0.0] * len(answer),
                 "loss_mask": [True] * len(answer),
+                "reward": None,
                 "advantage": 0.0,
                 "minibatch": position // warm.batch_size,
             }

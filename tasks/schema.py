@@ -105,6 +105,7 @@ class TrainFrame(pa.DataFrameModel):
     response_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
     behavior_logprob: pl.List(pl.Float32)  # pyright: ignore[reportInvalidTypeForm]
     loss_mask: pl.List(pl.Boolean)  # pyright: ignore[reportInvalidTypeForm]
+    reward: float = pa.Field(nullable=True)
     advantage: float
     minibatch: int = pa.Field(ge=0)
 

@@ -36,6 +36,7 @@ TRAIN = {
     "response_ids": [3, 4],
     "behavior_logprob": [-0.1, -0.2],
     "loss_mask": [True, False],
+    "reward": 0.5,
     "advantage": 1.5,
     "minibatch": 0,
 }
