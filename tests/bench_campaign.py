@@ -1,7 +1,8 @@
-"""Where a campaign's seconds and bytes go. A benchmark, not a test: ``python tests/bench_campaign.py [runs] [config]``.
+"""Where a campaign's seconds and bytes go: ``python tests/bench_campaign.py [runs] [config]``. Not a test.
 
-Runs the main command in a fresh store each time and prints medians over the runs: wall and CPU seconds, peak memory
-of the whole process tree with its servers (proportional set size, so shared pages count once), seconds by stage.
+Runs the main command in a fresh store each time and prints medians over the runs: wall and CPU seconds, peak
+memory of the whole process tree with its servers (proportional set size, so that shared pages count once),
+seconds by stage.
 """
 
 import os
