@@ -83,8 +83,7 @@ def _require_signal(train: "pl.DataFrame", rejected: dict[str, int], iteration: 
     if not len(train):
         raise RuntimeError(
             f"iteration {iteration}: at least one group must have differing rewards, got none: {rejected}. "
-            "Every "
-            "sample of every prompt earned the same reward, so there is nothing to learn from: make the task "
-            "easier "
-            "or harder, raise rollout.group_size or rollout.temperature, or warm-start longer."
+            "Every sample of every prompt earned the same reward, so there is nothing to learn from: make "
+            "the task easier or harder, raise rollout.group_size or rollout.temperature, or warm-start "
+            "longer."
         )

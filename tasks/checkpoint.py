@@ -75,7 +75,10 @@ def resume(run: CampaignRun) -> CampaignState:
         f"found version {head.version} after {done} iterations: {rest} (--fresh starts a new lineage)",
     )
     _set_aside_pending(store, run, done)
-    oldest = max(0, head.version - run.config.schedule.max_staleness)
+    for published in range(max(0, done - run.config.schedule.max_staleness - 1), done):
+        run_buffer(run).drop(published)  # a run killed between commit and drop left them
+    first = head.version - done  # the version that iteration 0 trained; earlier ones never sample
+    oldest = max(first, head.version - run.config.schedule.max_staleness)
     versions = [store.reference(number) for number in range(oldest, head.version + 1)]
     return CampaignState(versions=versions, iterations_done=done)
 
@@ -113,10 +116,9 @@ def publish(run: CampaignRun, candidate: Candidate) -> PolicyVersion:
     ):
         raise RuntimeError(
             f"version {manifest.version} must differ from version {parent.version} after "
-            f"{manifest.metrics['steps']:.0f} "
-            f"optimizer steps, got the same tensor digest {manifest.tensor_digest[:16]}. Stale weights were "
-            "saved; nothing "
-            "is published. Run the campaign again."
+            f"{manifest.metrics['steps']:.0f} optimizer steps, got the same tensor digest "
+            f"{manifest.tensor_digest[:16]}. Stale weights were saved; nothing is published. Run the "
+            "campaign again."
         )
     manifest = manifest.model_copy(
         update={"seconds": {**manifest.seconds, "publish": time.monotonic() - start}}
@@ -144,8 +146,8 @@ def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun) -> None:
     if fixed:
         listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in fixed.items())
         raise ValueError(
-            f"campaign {run.campaign} has version {head.version} and may not change these: {listed}. "
-            "Restore them, choose another name, or pass --fresh to start a new lineage beside this one."
+            f"campaign {run.campaign} has version {head.version} and may not change these: {listed}. Restore "
+            "them, choose another name, or pass --fresh to start a new lineage beside this one."
         )
     for name, (old, new) in changed.items():
         say("resume", f"{name} changed since version {head.version}: {old!r} -> {new!r}")

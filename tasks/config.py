@@ -73,8 +73,7 @@ class RandomPolicy(Section):
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token must be at most num_experts, got {self.experts_per_token} > "
-                f"{self.num_experts}. "
-                "Lower experts_per_token."
+                f"{self.num_experts}. Lower experts_per_token."
             )
         return self
 
@@ -99,8 +98,7 @@ class EnvironmentConfig(Section):
         if self.held_out * 2 > 10**self.num_digits:
             raise ValueError(
                 f"held_out must be at most half of the {10**self.num_digits} prompts of {self.num_digits} "
-                "digits, "
-                f"got {self.held_out}. Lower held_out or raise num_digits."
+                f"digits, got {self.held_out}. Lower held_out or raise num_digits."
             )
         return self
 
@@ -140,10 +138,8 @@ class RolloutConfig(Section):
         if self.max_portions_per_worker and reach < self.num_portions:
             raise ValueError(
                 f"workers * max_portions_per_worker must reach the {self.num_portions} portions of an "
-                "iteration, got "
-                f"{self.workers} * {self.max_portions_per_worker} = {reach}. Raise max_portions_per_worker "
-                "to "
-                f"{-(-self.num_portions // self.workers)}, or set it to 0."
+                f"iteration, got {self.workers} * {self.max_portions_per_worker} = {reach}. Raise "
+                f"max_portions_per_worker to {-(-self.num_portions // self.workers)}, or set it to 0."
             )
         return self
 
@@ -213,8 +209,7 @@ class TrainConfig(Section):
         if (self.dispatcher == "local") != (self.ep == 1):
             raise ValueError(
                 f"dispatcher 'local' goes with ep=1 and only with it, got dispatcher={self.dispatcher!r}, "
-                f"ep={self.ep}. "
-                f"Set dispatcher to {'local' if self.ep == 1 else 'all_to_all'}."
+                f"ep={self.ep}. Set dispatcher to {'local' if self.ep == 1 else 'all_to_all'}."
             )
         return self
 
@@ -271,19 +266,18 @@ class CampaignConfig(Section):
         experts, ep = self.model.random.num_experts, self.train.ep
         if not self.model.folder and experts % ep:
             raise ValueError(
-                f"train.ep must divide model.random.num_experts, got ep={ep}, num_experts={experts}. "
-                f"Set train.ep to one of {divisors(experts)}."
+                f"train.ep must divide model.random.num_experts, got ep={ep}, num_experts={experts}. Set "
+                f"train.ep to one of {divisors(experts)}."
             )
         if self.algorithm.num_minibatches > self.rollout.samples_per_iteration:
             raise ValueError(
                 f"algorithm.num_minibatches must be at most the {self.rollout.samples_per_iteration} samples "
-                "of an "
-                f"iteration, got {self.algorithm.num_minibatches}. Lower it or raise "
+                f"of an iteration, got {self.algorithm.num_minibatches}. Lower it or raise "
                 "rollout.prompts_per_iteration."
             )
         if self.rollout.max_new_tokens <= self.environment.num_digits:
             raise ValueError(
-                f"rollout.max_new_tokens must exceed environment.num_digits (an answer and its end), got "
+                "rollout.max_new_tokens must exceed environment.num_digits (an answer and its end), got "
                 f"{self.rollout.max_new_tokens} <= {self.environment.num_digits}. Set it to "
                 f"{self.environment.num_digits + 4}."
             )

@@ -24,14 +24,11 @@ def score(
     if waiting := buffer.outstanding(iteration):
         raise RuntimeError(
             f"iteration {iteration} must have no portion left on the queue, got {waiting} of "
-            f"{prompts.num_portions}: "
-            "too many workers were lost. Nothing is lost with them; run the campaign again to go on from "
-            "here."
+            f"{prompts.num_portions}: too many workers were lost. Nothing is lost with them; run the "
+            "campaign again to go on from here."
         )
-    environment, tokenizer = (
-        run_environment(run),
-        load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS)),
-    )
+    environment = run_environment(run)
+    tokenizer = load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS))
     while taken := buffer.take_rollouts("score", iteration=iteration, max_groups=GROUPS_PER_TAKE):
         buffer.publish_scored("score", iteration, score_groups(taken, environment, tokenizer))
     reports = [report for report in rollouts if report is not None]
@@ -53,10 +50,8 @@ def _report(
         reasons = frame.filter(pl.col("outcome") == "failure")["reason"].unique().to_list()[:3]
         raise RuntimeError(
             f"iteration {iteration}: at most {run.config.reward.max_failure_share:.0%} of samples may fail "
-            "to be "
-            f"scored, got {num_failures} of {len(frame)}: {reasons}. A failure is not a reward of 0; mend "
-            "the verifier "
-            "and run the campaign again."
+            f"to be scored, got {num_failures} of {len(frame)}: {reasons}. A failure is not a reward of 0; "
+            "mend the verifier and run the campaign again."
         )
     report = ScoreReport(
         iteration=iteration,
@@ -75,8 +70,8 @@ def _report(
     say(
         "score",
         f"reward {report.reward_mean:.3f}, exact {report.exact_share:.3f}, finished "
-        f"{report.finished_share:.3f}, "
-        f"{report.num_samples} samples, {report.num_failures} failures, {report.score_seconds:.1f} s",
+        f"{report.finished_share:.3f}, {report.num_samples} samples, {report.num_failures} failures, "
+        f"{report.score_seconds:.1f} s",
         iteration=iteration,
     )
     return report

@@ -10,11 +10,10 @@ LAPTOP = yaml.safe_load((ROOT / "configs/campaigns/laptop.yaml").read_text())
 
 
 def scores(folder, **changes):
-    """Held-out exact match at temperature 1 (mean of 4 samples a prompt) after the warm start and at the end."""
-    evaluations = [
-        line["evaluation"] for line in run(folder, LAPTOP | changes).metrics() if "evaluation" in line
-    ]
-    return evaluations[0]["exact_sampled"], evaluations[-1]["exact_sampled"]
+    """Held-out exact match at temperature 1, mean of 4 samples a prompt: after the warm start, at the end."""
+    metrics = run(folder, LAPTOP | changes).metrics()
+    exact = [line["evaluation"]["exact_sampled"] for line in metrics if "evaluation" in line]
+    return exact[0], exact[-1]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -85,8 +85,7 @@ def sample_portion(
     if engine.version != lease.item.policy_version:
         raise RuntimeError(
             f"portion {lease.item.item_id} must be sampled by policy version {lease.item.policy_version}, "
-            "the engine "
-            f"holds version {engine.version}. Load the required version first."
+            f"the engine holds version {engine.version}. Load the required version first."
         )
     prompts = from_bytes(lease.item.payload, schema=PromptFrame).rows(named=True)
     requests = [

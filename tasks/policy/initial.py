@@ -59,7 +59,6 @@ def _require_matching_vocabulary(folder: Path, run: CampaignRun) -> None:
     if len(tokenizer) > size:
         raise ValueError(
             f"the policy's vocab_size must cover its tokenizer, got vocab_size={size} and {len(tokenizer)} "
-            "tokens in "
-            f"{folder}. Use the tokenizer the policy was trained with."
+            f"tokens in {folder}. Use the tokenizer the policy was trained with."
         )
     prompt_ids(tokenizer, run_environment(run).train_prompt(0).text)

@@ -108,8 +108,8 @@ def problems(record: CampaignRecord) -> list[str]:
     clipped = [share for _, share in _metric(iterations, "clip_share") if share > MAX_CLIP_SHARE]
     if clipped:
         found.append(
-            f"Clip share above {MAX_CLIP_SHARE:g} in {len(clipped)} of {len(iterations)} iterations, "
-            f"up to {max(clipped):.2f}: steps are too large for their batch."
+            f"Clip share above {MAX_CLIP_SHARE:g} in {len(clipped)} of {len(iterations)} iterations, up to "
+            f"{max(clipped):.2f}: steps are too large for their batch."
         )
     if is_rising([kl for _, kl in _metric(iterations, "kl_k3")], factor=KL_RISE, floor=KL_FLOOR):
         found.append(f"KL to the sampling policy is rising: newest third above {KL_RISE:g} times the oldest.")
@@ -200,8 +200,7 @@ def health_section(iterations: list[Manifest]) -> str:
         chart = charts.line_chart([line], title=title, width=330, height=150, limit=limit)
         newest = charts.number(points[-1][1]) if points else ""
         figures.append(
-            f"<figure><figcaption><b>{escape(title)}</b><span>{newest}</span><small>{escape(text)}</small>"
-            f"</figcaption>{chart}</figure>"
+            f"<figure><figcaption><b>{escape(title)}</b><span>{newest}</span><small>{escape(text)}</small></figcaption>{chart}</figure>"
         )
     body = f'<div class="panels">{"".join(figures)}</div>'
     return _section("Health", "By iteration; the number is the newest.", body)

@@ -25,8 +25,8 @@ def group_advantages(reward_NG: Tensor, *, normalize_by_std: bool) -> Tensor:
     """
     if reward_NG.ndim != 2 or reward_NG.shape[1] < 2:
         raise ValueError(
-            f"reward_NG must be [groups, samples >= 2], got shape {tuple(reward_NG.shape)}. "
-            "The mean of a group of one is its own reward, so its advantage carries no information."
+            f"reward_NG must be [groups, samples >= 2], got shape {tuple(reward_NG.shape)}. The mean of a "
+            "group of one is its own reward, so its advantage carries no information."
         )
     centred_NG = reward_NG - reward_NG.mean(dim=1, keepdim=True)
     if not normalize_by_std:
