@@ -182,7 +182,7 @@ class TrainConfig(Section):
     backend: Literal["gloo", "nccl"] = "gloo"
     learning_rate: float = Field(default=2e-3, gt=0)
     final_learning_rate_share: float = Field(default=0.1, gt=0, le=1)
-    """The rate is constant for the first half of the campaign's iterations, then decays linearly to this share."""
+    """The rate is constant for the first half of a campaign, then decays linearly to this share."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-5, gt=0)

@@ -1,5 +1,5 @@
 """What a task to learn must provide. Add one: a class with these members in a file here, and its name in
-``make``."""
+``make.py``."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
