@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.config import TOPOLOGIES, CampaignConfig, ConfigError, changes, with_overrides
+from tasks.config import CampaignConfig, ConfigError, changes, with_overrides
+from tasks.train_config import TOPOLOGIES
 
 ROOT = Path(__file__).resolve().parent.parent
 CAMPAIGNS = sorted((ROOT / "configs/campaigns").glob("*.yaml"))
@@ -34,6 +35,15 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
         ({"rollout": {"engine": "vllm"}}, ["rollout.engine: ", "'embedded'", "got 'vllm'"]),
         ({"train": {"ep": 3}}, ["train: ep must divide the 2 ranks", "ep=3", "[1, 2]"]),
         ({"train": {"ep": 1}}, ["dispatcher 'local' goes with ep=1", "Set dispatcher to local"]),
+        ({"train": {"fsdp": 3}}, ["train: fsdp must divide the 2 ranks", "fsdp=3", "[1, 2]"]),
+        (
+            {"train": {"topology": "node_1x8", "ep": 4, "fsdp": 2}},
+            ["be 1 or a multiple of ep, got fsdp=2, ep=4", "[1, 4, 8]"],
+        ),
+        (
+            {"train": {"topology": "node_1x8", "fsdp": 8}, "model": {"random": {"num_experts": 4}}},
+            ["train.fsdp must divide model.random.num_experts", "[1, 2, 4]"],
+        ),
         (
             {"model": {"random": {"num_experts": 7}}},
             ["train.ep must divide model.random.num_experts", "[1, 7]"],

@@ -11,7 +11,7 @@ of this rank, I and O the inputs and outputs of a projection, H the width inside
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tasks.policy.dispatch import Dispatcher, experts_per_rank
 from tasks.policy.permute import gather_rows, invert, sum_rows
+from tasks.policy.shards import local_rows
 
 IMPLEMENTATION = "expert_parallel"
 
@@ -73,12 +74,16 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def expert_shards(model: nn.Module) -> dict[str, ExpertShard]:
-    """The parameters that are stacks of this rank's experts; all others are the same on every rank."""
+    """The parameters that are stacks of experts, and which experts of them this rank keeps between steps.
+
+    That is ``module.expert_shard``, what it computes with, or a part of it where the stack is split further.
+    """
     shards = {}
     for name, module in experts_modules(model):
         for leaf, param in module.named_parameters(recurse=False):
             whole = ExpertShard(start=0, count=param.shape[0], num_experts=param.shape[0])
-            shards[f"{name}.{leaf}"] = getattr(module, "expert_shard", whole)
+            computed, rows = getattr(module, "expert_shard", whole), local_rows(param)
+            shards[f"{name}.{leaf}"] = replace(computed, start=computed.start + rows.start, count=rows.count)
     return shards
 
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from tasks.artifacts.manifest import Blob, Manifest
 from tasks.config import CampaignConfig
 from tasks.policy import weights
 from tasks.policy.dispatch import make_dispatcher
+from tasks.policy.fsdp import shard_parameters
 from tasks.policy.mesh import ParallelMesh, make_mesh
 from tasks.policy.model import load_policy
 from tasks.policy.trainer import make_optimizer, train_minibatch
@@ -45,18 +47,20 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
     clock = _Clock(batch.sealed_at)
     config, store = run.config, run_store(run)
     with _process_group(config):
-        mesh = make_mesh(config.train.world_size, config.train.ep)
+        mesh = make_mesh(config.train.world_size, config.train.ep, config.train.fsdp)
         dispatcher = make_dispatcher(config.train.dispatcher, mesh.ep_group)
         clock.lap("start_up")
         parent = store.manifest(policy)
         folder = store.pull(policy)
-        model = load_policy(folder, dispatcher=dispatcher, dtype=getattr(torch, config.model.dtype)).train()
+        model = load_policy(folder, dispatcher=dispatcher, prepare=_sharding(config, mesh)).train()
         rows = read_batch(store, batch)
         optimizer = _optimizer(model, folder, config, batch, resumes=parent.kind == "iteration")
         clock.lap("load")
         metrics = train(model, optimizer, mesh, rows, config, objective=batch.objective)
         clock.lap("train")
-        files, digest = store_shards(store, model, optimizer, mesh, parent.files)
+        files, digest = store_shards(
+            store, model, optimizer, mesh, parent.files, dtype=getattr(torch, config.model.dtype)
+        )
         clock.lap("upload")
         manifest = Manifest(
             campaign=run.campaign,
@@ -158,6 +162,8 @@ def store_shards(
     optimizer: AdamW,
     mesh: ParallelMesh,
     parent_files: dict[str, Blob],
+    *,
+    dtype: torch.dtype,
 ) -> tuple[dict[str, Blob], str]:
     """Upload this rank's weights and optimizer state; returns all ranks' files and the weights' digest."""
     with tempfile.TemporaryDirectory() as name:
@@ -165,13 +171,14 @@ def store_shards(
         shards: dict[str, weights.Shard] = {}
         digests: dict[str, str] = {}
         if mesh.replicate_rank == 0:
-            digests = weights.digest_tensors(weights.disk_tensors(model))
+            named = dict(weights.disk_tensors(model, dtype))
+            digests = weights.digest_tensors(named.items())
             tensors_of = {
-                "model": weights.disk_tensors(model),
-                "optimizer": weights.optimizer_tensors(model, optimizer),
+                "model": named.items(),
+                "optimizer": weights.optimizer_tensors(model, optimizer, dtype),
             }
             for stem, tensors in tensors_of.items():
-                shards[stem] = weights.write_shard(folder, tensors, mesh.ep_rank, mesh.ep, stem=stem)
+                shards[stem] = weights.write_shard(folder, tensors, mesh.copy_rank, mesh.copy_size, stem=stem)
                 blobs[shards[stem].file_name] = store.put_file(folder / shards[stem].file_name)
         everyone: list[Any] = [None] * mesh.world_size
         dist.all_gather_object(everyone, (blobs, shards, digests))
@@ -182,6 +189,14 @@ def store_shards(
             blobs |= other
         carried = {n: b for n, b in parent_files.items() if not n.startswith(("model", "optimizer"))}
         return carried | blobs, weights.merge_digests(d for _, _, d in everyone)
+
+
+def _sharding(config: CampaignConfig, mesh: ParallelMesh) -> Callable[[PreTrainedModel], None]:
+    """Split the parameters where the configuration asks for it; half-precision compute goes with it."""
+    if config.train.fsdp == 1 and config.train.compute_dtype == "float32":
+        return lambda model: None
+    dtype = getattr(torch, config.train.compute_dtype)
+    return partial(shard_parameters, mesh=mesh, compute_dtype=dtype)
 
 
 def _optimizer(
