@@ -31,7 +31,11 @@ class TrainConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Padded tokens of one forward and backward on a rank; changes memory and speed, never the gradient."""
+    """Tokens of one forward and backward on a rank, padding included; changes memory and speed, never the
+    gradient."""
+    packing: Literal["padded", "packed"] = "padded"
+    """``packed`` lays the samples of a micro-batch one after another in one row, without padding; attention
+    stays inside a sample."""
     deterministic: bool = True
     """Bit-equal results on equal hardware: deterministic kernels and one thread a rank on CPU."""
     collective_timeout_seconds: int = Field(default=120, ge=10)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,10 @@ from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
 
 from tasks.policy.mesh import ParallelMesh, clip_gradients, reduce_gradients
+from tasks.policy.packed import packed_attention_mask
 
 MicroBatch = Mapping[str, Tensor]
-"""``input_ids`` and ``attention_mask`` [B, L], and whatever else the loss function reads."""
+"""[B, L]: ``input_ids``, ``attention_mask``, ``position_ids`` if packed, and what the loss function reads."""
 
 
 class LossFn(Protocol):
@@ -41,19 +42,27 @@ def make_optimizer(
 
 
 def token_logprobs_and_entropy(
-    model: PreTrainedModel, input_ids_BL: Tensor, attention_mask_BL: Tensor, temperature: float
+    model: PreTrainedModel,
+    input_ids_BL: Tensor,
+    attention_mask_BL: Tensor,
+    temperature: float,
+    *,
+    position_BL: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token given those before it, and entropy of the distribution it came from.
 
-    ``logprob[b, t]`` is that of ``input_ids[b, t]`` given ``input_ids[b, :t]``. Both are 0.0 where there is
-    no such prediction: at the first token of a sequence and at padding, on either side.
+    ``logprob[b, t]`` is that of ``input_ids[b, t]`` given its sequence before t. Both are 0.0 where there is
+    no such prediction: at the first token of a sequence and at padding, on either side. With ``position_BL``
+    a row is several sequences without padding, each beginning at position 0; they do not see each other.
     """
     mask_BL = attention_mask_BL.bool()
-    # Counted over real tokens, so that padding on the left moves no position.
-    position_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
+    if position_BL is not None:
+        model_mask: Any = packed_attention_mask(model, position_BL)
+    else:  # counted over real tokens, so that padding on the left moves no position
+        model_mask, position_BL = attention_mask_BL, (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
     output = model(
         input_ids=input_ids_BL,
-        attention_mask=attention_mask_BL,
+        attention_mask=model_mask,
         position_ids=position_BL,
         use_cache=False,
     )
@@ -61,7 +70,7 @@ def token_logprobs_and_entropy(
     logprobs_BMV = torch.log_softmax(logits_BMV, dim=-1)
     logprob_BM = logprobs_BMV.gather(-1, input_ids_BL[:, 1:, None]).squeeze(-1)
     entropy_BM = -(logprobs_BMV.exp() * logprobs_BMV).sum(dim=-1)
-    is_predicted_BM = mask_BL[:, 1:] & mask_BL[:, :-1]
+    is_predicted_BM = mask_BL[:, 1:] & mask_BL[:, :-1] & (position_BL[:, 1:] > 0)
     none_B1 = logprob_BM.new_zeros(logprob_BM.shape[0], 1)
     return (
         torch.cat([none_B1, torch.where(is_predicted_BM, logprob_BM, 0.0)], dim=1),
@@ -113,7 +122,11 @@ def _loss(
     model: PreTrainedModel, micro_batch: MicroBatch, loss_fn: LossFn, temperature: float
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     logprob_BL, entropy_BL = token_logprobs_and_entropy(
-        model, micro_batch["input_ids"], micro_batch["attention_mask"], temperature
+        model,
+        micro_batch["input_ids"],
+        micro_batch["attention_mask"],
+        temperature,
+        position_BL=micro_batch.get("position_ids"),
     )
     return loss_fn(logprob_BL, entropy_BL, micro_batch)
 

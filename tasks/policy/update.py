@@ -29,6 +29,7 @@ from tasks.policy.dispatch import make_dispatcher
 from tasks.policy.fsdp import shard_parameters
 from tasks.policy.mesh import ParallelMesh, make_mesh
 from tasks.policy.model import load_policy
+from tasks.policy.packed import require_packable
 from tasks.policy.trainer import make_optimizer, train_minibatch
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
 from tasks.rl.losses import clipped_policy_loss, supervised_loss
@@ -53,6 +54,8 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
         parent = store.manifest(policy)
         folder = store.pull(policy)
         model = load_policy(folder, dispatcher=dispatcher, prepare=_sharding(config, mesh)).train()
+        if config.train.packing == "packed":
+            require_packable(model)
         rows = read_batch(store, batch)
         optimizer = _optimizer(model, folder, config, batch, resumes=parent.kind == "iteration")
         clock.lap("load")
@@ -99,7 +102,7 @@ def train(
             model,
             optimizer,
             mesh,
-            micro_batches(share, max_tokens=config.train.micro_batch_tokens),
+            micro_batches(share, max_tokens=config.train.micro_batch_tokens, packing=config.train.packing),
             make_loss(config, objective, num_global_tokens),
             num_global_tokens=num_global_tokens,
             max_grad_norm=config.train.max_grad_norm,
