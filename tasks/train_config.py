@@ -36,6 +36,9 @@ class TrainConfig(Section):
     packing: Literal["padded", "packed"] = "padded"
     """``packed`` lays the samples of a micro-batch one after another in one row, without padding; attention
     stays inside a sample."""
+    activation_checkpointing: bool = False
+    """Compute a layer's parts again in the backward pass instead of keeping their activations; never repeats
+    an exchange between ranks."""
     deterministic: bool = True
     """Bit-equal results on equal hardware: deterministic kernels and one thread a rank on CPU."""
     collective_timeout_seconds: int = Field(default=120, ge=10)

@@ -30,6 +30,7 @@ from tasks.policy.fsdp import shard_parameters
 from tasks.policy.mesh import ParallelMesh, make_mesh
 from tasks.policy.model import load_policy
 from tasks.policy.packed import require_packable
+from tasks.policy.recompute import checkpoint_activations
 from tasks.policy.trainer import make_optimizer, train_minibatch
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
 from tasks.rl.losses import clipped_policy_loss, supervised_loss
@@ -54,6 +55,8 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
         parent = store.manifest(policy)
         folder = store.pull(policy)
         model = load_policy(folder, dispatcher=dispatcher, prepare=_sharding(config, mesh)).train()
+        if config.train.activation_checkpointing:
+            checkpoint_activations(model)
         if config.train.packing == "packed":
             require_packable(model)
         rows = read_batch(store, batch)
