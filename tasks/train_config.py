@@ -42,6 +42,17 @@ class TrainConfig(Section):
     deterministic: bool = True
     """Bit-equal results on equal hardware: deterministic kernels and one thread a rank on CPU."""
     collective_timeout_seconds: int = Field(default=120, ge=10)
+    """A rank that waits longer for the others ends the run; Flyte starts it again."""
+    stuck_after_seconds: float = Field(default=60.0, gt=0)
+    """A rank that has not moved for so long is named in the log, with its phase."""
+    slow_rank_factor: float = Field(default=2.0, gt=1)
+    """A rank that works more than so many times as long as the median rank is named in the metrics."""
+    max_nonfinite_steps: int = Field(default=5, ge=1)
+    """Steps in a row without a finite loss and gradient, each skipped, after which the run stops."""
+    freeze_router: bool = False
+    """Leave the routers as the sampling policy has them."""
+    router_aux_loss_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of a loss that evens out the use of experts in each sequence; 0 = off. Metrics list it if on."""
 
     @property
     def world_size(self) -> int:
@@ -60,6 +71,17 @@ class TrainConfig(Section):
             raise ValueError(
                 f"fsdp must divide the {self.world_size} ranks of topology {self.topology} and be 1 or a "
                 f"multiple of ep, got fsdp={self.fsdp}, ep={self.ep}. Set fsdp to one of {choices}."
+            )
+        if self.stuck_after_seconds >= self.collective_timeout_seconds:
+            raise ValueError(
+                "stuck_after_seconds must be below collective_timeout_seconds, or the run ends before a "
+                f"stuck rank is named, got {self.stuck_after_seconds} >= {self.collective_timeout_seconds}. "
+                f"Lower it to {self.collective_timeout_seconds / 2}."
+            )
+        if self.freeze_router and self.router_aux_loss_coefficient:
+            raise ValueError(
+                "router_aux_loss_coefficient must be 0 with freeze_router, which leaves it nothing to train, "
+                f"got {self.router_aux_loss_coefficient}. Set one of them to its default."
             )
         if (self.dispatcher == "local") != (self.ep == 1):
             raise ValueError(

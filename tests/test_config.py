@@ -35,6 +35,14 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
         ({"rollout": {"engine": "vllm"}}, ["rollout.engine: ", "'embedded'", "got 'vllm'"]),
         ({"train": {"ep": 3}}, ["train: ep must divide the 2 ranks", "ep=3", "[1, 2]"]),
         ({"train": {"ep": 1}}, ["dispatcher 'local' goes with ep=1", "Set dispatcher to local"]),
+        (
+            {"train": {"stuck_after_seconds": 120}},
+            ["must be below collective_timeout_seconds", "120.0 >= 120", "Lower it to 60"],
+        ),
+        (
+            {"train": {"freeze_router": True, "router_aux_loss_coefficient": 0.1}},
+            ["router_aux_loss_coefficient must be 0 with freeze_router", "got 0.1"],
+        ),
         ({"train": {"fsdp": 3}}, ["train: fsdp must divide the 2 ranks", "fsdp=3", "[1, 2]"]),
         (
             {"train": {"topology": "node_1x8", "ep": 4, "fsdp": 2}},

@@ -198,11 +198,22 @@ def check_skip(rank: int, world_size: int, model: PreTrainedModel, case: str) ->
         return loss, metrics
 
     def step() -> dict[str, float]:
+        batches = [micro_batch(rank), micro_batch(2 + rank)]
         return train_minibatch(
-            model, optimizer, mesh, [micro_batch(rank)], loss_fn, num_global_tokens=100, max_grad_norm=1.0
+            model,
+            optimizer,
+            mesh,
+            batches,
+            loss_fn,
+            num_global_tokens=100,
+            max_grad_norm=1.0,
+            on_nonfinite=at_fault.extend,
         )
 
+    at_fault: list[int] = []
     assert step()["skipped"] == 1
+    # a gradient that is not finite has no micro-batch that is known to have made it
+    assert at_fault == ([0, 1] if case == "gradient" or rank == 1 else [])
     assert tensor_digest(disk_tensors(model)) == before and not optimizer.state
     case = "sound"
     assert step()["skipped"] == 0  # and the next step is not poisoned

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tasks.policy.experts import expert_shards
+from tasks.policy.progress import BLOCKED
 from tasks.policy.shards import local_tensor
 
 BUCKET_BYTES = 64 * 2**20
@@ -137,7 +138,8 @@ def reduce_gradients(model: nn.Module, mesh: ParallelMesh, *, bucket_bytes: int 
         grads = [param.grad for param in params if not isinstance(param, DTensor)]
         for bucket in _buckets([grad for grad in grads if grad is not None], bucket_bytes):
             flat = torch.cat([grad.flatten() for grad in bucket])
-            dist.all_reduce(flat, group=group)
+            with BLOCKED:
+                dist.all_reduce(flat, group=group)
             for grad, summed in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(summed.view_as(grad))
 
@@ -153,9 +155,10 @@ def clip_gradients(model: nn.Module, mesh: ParallelMesh, max_norm: float) -> flo
     dense, experts = split_parameters(model)
     dense_sum, expert_sum = _square_sum(dense), _square_sum(experts)
     if mesh.copy_group is not None:
-        dist.all_reduce(expert_sum, group=mesh.copy_group)
-        if mesh.fsdp > 1:
-            dist.all_reduce(dense_sum, group=mesh.copy_group)
+        with BLOCKED:
+            dist.all_reduce(expert_sum, group=mesh.copy_group)
+            if mesh.fsdp > 1:
+                dist.all_reduce(dense_sum, group=mesh.copy_group)
     norm = math.sqrt((dense_sum + expert_sum).item())
     if math.isfinite(norm) and norm > max_norm:
         for param in [*dense, *experts]:
