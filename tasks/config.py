@@ -56,9 +56,28 @@ class ModelConfig(Section):
 
     folder: str = ""
     """A Hugging Face checkpoint folder that becomes version 0; empty builds ``random``."""
+    num_experts: int = Field(default=0, ge=0)
+    """Routed experts a layer of the checkpoint in ``folder``: what a mesh is checked against at launch."""
     random: RandomPolicy = RandomPolicy()
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights in a checkpoint. The trainer keeps float32 ones and stores them with the optimizer."""
+
+    @property
+    def experts(self) -> tuple[str, int]:
+        """The field that says how many experts a layer has, and what it says."""
+        if self.folder:
+            return "model.num_experts", self.num_experts
+        return "model.random.num_experts", self.random.num_experts
+
+    @model_validator(mode="after")
+    def _folder_comes_with_its_experts(self) -> Self:
+        if bool(self.folder) != bool(self.num_experts):
+            raise ValueError(
+                "num_experts must be given with model.folder and only with it, got "
+                f"folder={self.folder!r}, num_experts={self.num_experts}. Set it to the number of routed "
+                "experts in the folder's config.json, or set neither."
+            )
+        return self
 
 
 class EnvironmentConfig(Section):
@@ -197,12 +216,13 @@ class CampaignConfig(Section):
 
     @model_validator(mode="after")
     def _relations_between_sections(self) -> Self:
-        experts, train = self.model.random.num_experts, self.train
-        for name, size in (("ep", train.ep), ("fsdp", train.fsdp)):
-            if not self.model.folder and experts % size:
+        field, experts = self.model.experts
+        for name, size in (("ep", self.train.ep), ("fsdp", self.train.fsdp)):
+            if experts % size:
+                both = [size for size in divisors(self.train.world_size) if experts % size == 0]
                 raise ValueError(
-                    f"train.{name} must divide model.random.num_experts, got {name}={size}, "
-                    f"num_experts={experts}. Set train.{name} to one of {divisors(experts)}."
+                    f"train.{name} must divide {field}, got {name}={size}, num_experts={experts}. "
+                    f"Set train.{name} to one of {both}."
                 )
         if self.algorithm.num_minibatches > self.rollout.samples_per_iteration:
             raise ValueError(

@@ -43,6 +43,21 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
             {"train": {"freeze_router": True, "router_aux_loss_coefficient": 0.1}},
             ["router_aux_loss_coefficient must be 0 with freeze_router", "got 0.1"],
         ),
+        (
+            {"model": {"folder": "/m"}},
+            ["model: num_experts must be given with model.folder", "folder='/m'", "num_experts=0"],
+        ),
+        (
+            {"model": {"num_experts": 8}},
+            ["model: num_experts must be given with model.folder and only with it"],
+        ),
+        (
+            {
+                "model": {"folder": "/m", "num_experts": 96},
+                "train": {"topology": "cluster_16x8", "ep": 8, "fsdp": 64},
+            },
+            ["train.fsdp must divide model.num_experts, got fsdp=64, num_experts=96", "[1, 2, 4, 8, 16, 32]"],
+        ),
         ({"train": {"fsdp": 3}}, ["train: fsdp must divide the 2 ranks", "fsdp=3", "[1, 2]"]),
         (
             {"train": {"topology": "node_1x8", "ep": 4, "fsdp": 2}},
@@ -54,7 +69,7 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
         ),
         (
             {"model": {"random": {"num_experts": 7}}},
-            ["train.ep must divide model.random.num_experts", "[1, 7]"],
+            ["train.ep must divide model.random.num_experts", "[1]"],
         ),
         ({"model": {"random": {"num_kv_heads": 3}}}, ["num_kv_heads must divide num_heads", "[1, 2, 4]"]),
         ({"model": {"random": {"experts_per_token": 9}}}, ["at most num_experts", "9 > 8"]),
