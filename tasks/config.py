@@ -5,17 +5,15 @@ Flyte drops the unknown keys of a dataclass silently, so a typo would train the 
 fields are checked here and only here; an error says the field, the relation, the values and what to do.
 """
 
-import difflib
 import hashlib
 import json
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import click
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-TOPOLOGIES = {"laptop_1x2": (1, 2), "node_1x8": (1, 8), "cluster_16x8": (16, 8)}
-"""Trainer topologies: name -> (nodes, ranks a node). Flyte fixes a topology when a task is registered, so
-each name is one task in ``tasks/train.py``."""
+from tasks.section import Section, divisors
+from tasks.train_config import TrainConfig
 
 IMMUTABLE_SECTIONS = ("seed", "model", "environment", "warm_start")
 """What a campaign may not change when it resumes: its versions would no longer be one lineage."""
@@ -23,31 +21,6 @@ IMMUTABLE_SECTIONS = ("seed", "model", "environment", "warm_start")
 
 class ConfigError(click.UsageError, ValueError):
     """A configuration that is refused at launch; the command line shows the message without a traceback."""
-
-
-class Section(BaseModel):
-    """Values that refuse unknown keys and cannot change."""
-
-    _json_schema: ClassVar[dict[str, Any]]
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @classmethod
-    def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Made once a class: Flyte asks at every node of an unrolled graph, which took 0.15 s a node."""
-        if "_json_schema" not in cls.__dict__:
-            cls._json_schema = super().model_json_schema(*args, **kwargs)
-        return cls._json_schema
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_unknown_keys(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for key in data.keys() - cls.model_fields.keys():
-            close = difflib.get_close_matches(key, cls.model_fields, n=1)
-            hint = f"Did you mean {close[0]}?" if close else f"Known keys: {', '.join(cls.model_fields)}."
-            raise ValueError(f"unknown key {key!r}. {hint}")
-        return data
 
 
 class RandomPolicy(Section):
@@ -83,8 +56,28 @@ class ModelConfig(Section):
 
     folder: str = ""
     """A Hugging Face checkpoint folder that becomes version 0; empty builds ``random``."""
+    num_experts: int = Field(default=0, ge=0)
+    """Routed experts a layer of the checkpoint in ``folder``: what a mesh is checked against at launch."""
     random: RandomPolicy = RandomPolicy()
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights in a checkpoint. The trainer keeps float32 ones and stores them with the optimizer."""
+
+    @property
+    def experts(self) -> tuple[str, int]:
+        """The field that says how many experts a layer has, and what it says."""
+        if self.folder:
+            return "model.num_experts", self.num_experts
+        return "model.random.num_experts", self.random.num_experts
+
+    @model_validator(mode="after")
+    def _folder_comes_with_its_experts(self) -> Self:
+        if bool(self.folder) != bool(self.num_experts):
+            raise ValueError(
+                "num_experts must be given with model.folder and only with it, got "
+                f"folder={self.folder!r}, num_experts={self.num_experts}. Set it to the number of routed "
+                "experts in the folder's config.json, or set neither."
+            )
+        return self
 
 
 class EnvironmentConfig(Section):
@@ -174,46 +167,6 @@ class AlgorithmConfig(Section):
     """Optimizer steps an iteration; each sees its share of the samples once."""
 
 
-class TrainConfig(Section):
-    topology: Literal["laptop_1x2", "node_1x8", "cluster_16x8"] = "laptop_1x2"
-    ep: int = Field(default=2, ge=1)
-    """Expert-parallel size: ranks of one group hold disjoint experts."""
-    dispatcher: Literal["local", "all_to_all"] = "all_to_all"
-    backend: Literal["gloo", "nccl"] = "gloo"
-    learning_rate: float = Field(default=2e-3, gt=0)
-    final_learning_rate_share: float = Field(default=0.1, gt=0, le=1)
-    """The rate is constant for the first half of a campaign, then decays linearly to this share."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-5, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Padded tokens of one forward and backward on a rank; changes memory and speed, never the gradient."""
-    deterministic: bool = True
-    """Bit-equal results on equal hardware: deterministic kernels and one thread a rank on CPU."""
-    collective_timeout_seconds: int = Field(default=120, ge=10)
-
-    @property
-    def world_size(self) -> int:
-        nodes, ranks = TOPOLOGIES[self.topology]
-        return nodes * ranks
-
-    @model_validator(mode="after")
-    def _ep_divides_world_size(self) -> Self:
-        if self.world_size % self.ep:
-            raise ValueError(
-                f"ep must divide the {self.world_size} ranks of topology {self.topology}, got ep={self.ep}. "
-                f"Set ep to one of {divisors(self.world_size)}."
-            )
-        if (self.dispatcher == "local") != (self.ep == 1):
-            raise ValueError(
-                f"dispatcher 'local' goes with ep=1 and only with it, got dispatcher={self.dispatcher!r}, "
-                f"ep={self.ep}. Set dispatcher to {'local' if self.ep == 1 else 'all_to_all'}."
-            )
-        return self
-
-
 class WarmStartConfig(Section):
     """Supervised steps on the environment's demonstrations before the first iteration."""
 
@@ -263,12 +216,14 @@ class CampaignConfig(Section):
 
     @model_validator(mode="after")
     def _relations_between_sections(self) -> Self:
-        experts, ep = self.model.random.num_experts, self.train.ep
-        if not self.model.folder and experts % ep:
-            raise ValueError(
-                f"train.ep must divide model.random.num_experts, got ep={ep}, num_experts={experts}. Set "
-                f"train.ep to one of {divisors(experts)}."
-            )
+        field, experts = self.model.experts
+        for name, size in (("ep", self.train.ep), ("fsdp", self.train.fsdp)):
+            if experts % size:
+                both = [size for size in divisors(self.train.world_size) if experts % size == 0]
+                raise ValueError(
+                    f"train.{name} must divide {field}, got {name}={size}, num_experts={experts}. "
+                    f"Set train.{name} to one of {both}."
+                )
         if self.algorithm.num_minibatches > self.rollout.samples_per_iteration:
             raise ValueError(
                 f"algorithm.num_minibatches must be at most the {self.rollout.samples_per_iteration} samples "
@@ -319,10 +274,6 @@ def changes(before: CampaignConfig, after: CampaignConfig) -> dict[str, tuple[An
     return {
         name: (old.get(name), new.get(name)) for name in sorted(old | new) if old.get(name) != new.get(name)
     }
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,10 +3,11 @@
 Two differences from the plugin's ``Elastic``. Its task imports torch to be defined, only to parse ``nnodes``;
 ours does not, so any machine can register the graph. And the plugin turns SIGTERM (a drained node) into exit
 code 0 without outputs; a task of one node here fails as recoverable instead, so that Flyte runs it again.
-With several nodes the plugin's behaviour stays: elastic itself restarts the group on the nodes that are left.
+With several nodes the process of the drained one exits with 143, and its pod is started again elsewhere.
 """
 
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +57,10 @@ class TorchElasticTask(PytorchElasticFunctionTask):
         except IgnoreOutputs as ignored:
             from torch.distributed.elastic.multiprocessing.api import SignalException
 
-            if self.num_nodes == 1 and isinstance(ignored.__context__, SignalException):
-                return _PREEMPTED
+            if isinstance(ignored.__context__, SignalException):
+                if self.num_nodes == 1:
+                    return _PREEMPTED
+                raise SystemExit(128 + signal.SIGTERM) from None
             raise  # the normal end of ranks other than the first node's
 
     def post_execute(self, user_params: Any, rval: Any) -> Any:

@@ -5,7 +5,8 @@ it.
 """
 
 from tasks.artifacts.version import PolicyVersion
-from tasks.config import CampaignConfig, Section
+from tasks.config import CampaignConfig
+from tasks.section import Section
 
 __all__ = [
     "CampaignRun",

@@ -1,15 +1,15 @@
 """Policy updates: PyTorch-elastic training, one task a topology.
 
 Flyte fixes the number of nodes and ranks when a task is registered (an override of ``task_config`` is ignored
-without a word), so each topology of ``tasks.config.TOPOLOGIES`` is a function of its own.
+without a word), so each topology of ``tasks.train_config.TOPOLOGIES`` is a function of its own.
 """
 
 from flytekit import task
 
 from tasks import placement
-from tasks.config import TOPOLOGIES
 from tasks.elastic import TorchElastic
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
+from tasks.train_config import TOPOLOGIES
 
 RENDEZVOUS = {"timeout": 1800, "join_timeout": 1800, "read_timeout": 900}
 

@@ -43,7 +43,9 @@ def build(path: str, mesh) -> Qwen3MoeForCausalLM:
     with DEVICE:
         model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16 if CUDA else torch.float32)
     if path not in ("eager", "grouped_mm"):
-        attach_dispatcher(model, LocalDispatcher() if path == "local" else make_dispatcher(path, mesh.ep_group))
+        attach_dispatcher(
+            model, LocalDispatcher() if path == "local" else make_dispatcher(path, mesh.ep_group)
+        )
     return model.train()
 
 
@@ -100,7 +102,9 @@ def flops(model: Qwen3MoeForCausalLM, tokens: int) -> float:
     attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
     experts = 3 * c.hidden_size * c.moe_intermediate_size * c.num_experts_per_tok
     active = c.num_hidden_layers * (attention + experts) + c.vocab_size * c.hidden_size
-    scores = c.num_hidden_layers * c.num_attention_heads * c.head_dim * LENGTH  # 2 products, half of them masked
+    scores = (
+        c.num_hidden_layers * c.num_attention_heads * c.head_dim * LENGTH
+    )  # 2 products, half of them masked
     return 6 * tokens * (active + scores)
 
 

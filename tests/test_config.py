@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.config import TOPOLOGIES, CampaignConfig, ConfigError, changes, with_overrides
+from tasks.config import CampaignConfig, ConfigError, changes, with_overrides
+from tasks.train_config import TOPOLOGIES
 
 ROOT = Path(__file__).resolve().parent.parent
 CAMPAIGNS = sorted((ROOT / "configs/campaigns").glob("*.yaml"))
@@ -35,8 +36,40 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
         ({"train": {"ep": 3}}, ["train: ep must divide the 2 ranks", "ep=3", "[1, 2]"]),
         ({"train": {"ep": 1}}, ["dispatcher 'local' goes with ep=1", "Set dispatcher to local"]),
         (
+            {"train": {"stuck_after_seconds": 120}},
+            ["must be below collective_timeout_seconds", "120.0 >= 120", "Lower it to 60"],
+        ),
+        (
+            {"train": {"freeze_router": True, "router_aux_loss_coefficient": 0.1}},
+            ["router_aux_loss_coefficient must be 0 with freeze_router", "got 0.1"],
+        ),
+        (
+            {"model": {"folder": "/m"}},
+            ["model: num_experts must be given with model.folder", "folder='/m'", "num_experts=0"],
+        ),
+        (
+            {"model": {"num_experts": 8}},
+            ["model: num_experts must be given with model.folder and only with it"],
+        ),
+        (
+            {
+                "model": {"folder": "/m", "num_experts": 96},
+                "train": {"topology": "cluster_16x8", "ep": 8, "fsdp": 64},
+            },
+            ["train.fsdp must divide model.num_experts, got fsdp=64, num_experts=96", "[1, 2, 4, 8, 16, 32]"],
+        ),
+        ({"train": {"fsdp": 3}}, ["train: fsdp must divide the 2 ranks", "fsdp=3", "[1, 2]"]),
+        (
+            {"train": {"topology": "node_1x8", "ep": 4, "fsdp": 2}},
+            ["be 1 or a multiple of ep, got fsdp=2, ep=4", "[1, 4, 8]"],
+        ),
+        (
+            {"train": {"topology": "node_1x8", "fsdp": 8}, "model": {"random": {"num_experts": 4}}},
+            ["train.fsdp must divide model.random.num_experts", "[1, 2, 4]"],
+        ),
+        (
             {"model": {"random": {"num_experts": 7}}},
-            ["train.ep must divide model.random.num_experts", "[1, 7]"],
+            ["train.ep must divide model.random.num_experts", "[1]"],
         ),
         ({"model": {"random": {"num_kv_heads": 3}}}, ["num_kv_heads must divide num_heads", "[1, 2, 4]"]),
         ({"model": {"random": {"experts_per_token": 9}}}, ["at most num_experts", "9 > 8"]),

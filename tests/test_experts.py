@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tasks.policy.experts import (
     experts_modules,
     local_experts,
     take_expert_load,
+    weighted_rows,
 )
 
 
@@ -80,6 +82,7 @@ def nemotron_experts() -> NemotronHExperts:
             param.copy_(torch.randn(param.shape, generator=generator))
     experts.expert_shard = ExpertShard(start=0, count=4, num_experts=4)
     experts.expert_load_e = torch.zeros(4, dtype=torch.int64)
+    experts.compute_rows = partial(weighted_rows, experts)
     return experts
 
 

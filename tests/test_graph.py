@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 from flytekit.configuration import FastSerializationSettings, Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
@@ -174,6 +175,22 @@ def test_the_trainer_keeps_efa_hugepages_and_its_topology():
     assert template.type == "pytorch"
     custom = template.custom if isinstance(template.custom, dict) else MessageToDict(template.custom)
     assert custom["elasticConfig"]["nprocPerNode"] == 8 and custom["elasticConfig"]["maxReplicas"] == 16
+
+
+CAMPAIGNS = sorted((ROOT / "configs/campaigns").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
+def test_the_first_segment_of_every_shipped_campaign_is_serialized(path):
+    config = CampaignConfig.model_validate(yaml.safe_load(path.read_text()))
+    run = CampaignRun(config=config, lineage=1, code_revision="r")
+    until = min(config.schedule.segment_iterations, config.schedule.iterations)
+    state = CampaignState(versions=[version(0)], iterations_done=0)
+    spec = unrolled(campaign.unroll, run=run, state=state, until=until)
+    assert spec.to_flyte_idl().ByteSize() < 1_000_000  # etcd refuses objects of about 1.5 MB
+    names = {template.id.name for template in spec.tasks}
+    assert f"tasks.train.update_policy_{config.train.topology}" in names
+    assert len([node for node in spec.nodes if node.id.startswith("update-")]) == until
 
 
 def test_every_task_declares_outputs():

@@ -266,7 +266,7 @@ def train_row(prompt_length, response_length):
 
 def test_micro_batches_hold_every_row_once_within_the_token_budget():
     rows = [train_row(p, r) for p, r in ((3, 2), (2, 6), (4, 4), (1, 1), (5, 3))]
-    batches = micro_batches(rows, max_tokens=16)
+    batches = micro_batches(rows, max_tokens=16, packing="padded")
     assert sum(len(batch["input_ids"]) for batch in batches) == len(rows)
     assert all(batch["input_ids"].numel() <= 16 for batch in batches)
     assert sum(int(batch["mask"].sum()) for batch in batches) == num_trained_tokens(rows) == 16
@@ -274,7 +274,9 @@ def test_micro_batches_hold_every_row_once_within_the_token_budget():
 
 def test_a_micro_batch_aligns_every_tensor_with_its_token():
     (batch,) = micro_batches(
-        [train_row(2, 3) | {"loss_mask": [True, False, True]}, train_row(1, 1)], max_tokens=100
+        [train_row(2, 3) | {"loss_mask": [True, False, True]}, train_row(1, 1)],
+        max_tokens=100,
+        packing="padded",
     )
     assert batch["input_ids"].tolist() == [[10, 11, 50, 51, 52], [10, 50, 0, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 0, 0, 0]]

@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 
 from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
 from tasks.policy.experts import attach_dispatcher
-from tasks.policy.mesh import ParallelMesh, clip_gradients, make_mesh, reduce_gradients
+from tasks.policy.fsdp import shard_parameters
+from tasks.policy.mesh import ParallelMesh, clip_gradients, make_mesh, reduce_gradients, split_parameters
 from tasks.policy.names import disk_pieces
+from tasks.policy.shards import local_tensor, whole_tensor
 from tasks.policy.trainer import make_optimizer, token_logprobs_and_entropy, train_minibatch
 from tasks.policy.weights import disk_tensors, tensor_digest
 
@@ -51,10 +53,13 @@ def one_step(
     def record(*_: object) -> None:
         params = dict(model.named_parameters())
         for piece in disk_pieces(model):
-            if piece.is_local and piece.model_name in params:
+            if (piece.is_local or piece.shard is None) and piece.model_name in params:
                 gradient = params[piece.model_name].grad
                 assert gradient is not None
-                gradients[piece.disk_name] = piece.view(gradient).clone()
+                if piece.shard is None:
+                    gradients[piece.disk_name] = whole_tensor(gradient).clone()
+                else:
+                    gradients[piece.disk_name] = piece.view(gradient).clone()
 
     optimizer.register_step_pre_hook(record)
     metrics = train_minibatch(
@@ -76,10 +81,18 @@ def single_process(model: PreTrainedModel, batches: Sequence[MicroBatch], *, max
     return metrics, gradients, dict(disk_tensors(model))
 
 
-def check_step(rank: int, world_size: int, ep: int, model: PreTrainedModel, expected, shares) -> None:
-    mesh = make_mesh(world_size, ep)
+def check_step(
+    rank: int, world_size: int, ep: int, fsdp: int, model: PreTrainedModel, expected, shares
+) -> None:
+    mesh = make_mesh(world_size, ep, fsdp)
     dispatcher = make_dispatcher("all_to_all" if ep > 1 else "local", mesh.ep_group)
     attach_dispatcher(model, dispatcher)
+    if fsdp > 1:
+        shard_parameters(model, mesh, compute_dtype=torch.float32)
+        kept = [sum(local_tensor(p).numel() for p in params) for params in split_parameters(model)]
+        sizes = {name: weight.numel() for name, weight in expected[2].items()}
+        whole = sum(size for name, size in sizes.items() if ".experts." in name)
+        assert kept[1] * mesh.copy_size == whole and kept[0] < (sum(sizes.values()) - whole) / fsdp * 1.1
     metrics, gradients = one_step(model, mesh, [micro_batch(seed) for seed in shares[rank]])
     expected_metrics, expected_gradients, expected_weights = expected
     assert metrics.keys() == expected_metrics.keys() and metrics["skipped"] == 0
@@ -96,23 +109,28 @@ def check_step(rank: int, world_size: int, ep: int, model: PreTrainedModel, expe
 
 
 LAYOUTS = [
-    pytest.param(2, 2, [[0, 1], [2, 3]], id="two expert ranks"),
-    pytest.param(2, 2, [[0, 1, 2, 3], []], id="one rank without micro-batches"),
-    pytest.param(2, 1, [[0], [1, 2, 3]], id="two replicas"),
-    pytest.param(4, 2, [[0], [1], [2, 3], []], id="two replicas of two expert ranks"),
+    pytest.param(2, 2, 1, [[0, 1], [2, 3]], id="two expert ranks"),
+    pytest.param(2, 2, 1, [[0, 1, 2, 3], []], id="one rank without micro-batches"),
+    pytest.param(2, 1, 1, [[0], [1, 2, 3]], id="two replicas"),
+    pytest.param(4, 2, 1, [[0], [1], [2, 3], []], id="two replicas of two expert ranks"),
+    pytest.param(2, 1, 2, [[0], [1, 2, 3]], id="two shards"),
+    pytest.param(2, 2, 2, [[0, 1, 2, 3], []], id="two expert ranks that share dense parameters"),
+    pytest.param(4, 2, 4, [[0], [1], [2, 3], []], id="two shards of two expert ranks"),
+    pytest.param(4, 2, 2, [[0], [1], [2, 3], []], id="two replicas of two sharding expert ranks"),
+    pytest.param(4, 1, 2, [[0], [1], [2, 3], []], id="two replicas of two shards"),
 ]
 
 
-@pytest.mark.parametrize(("world_size", "ep", "shares"), LAYOUTS)
+@pytest.mark.parametrize(("world_size", "ep", "fsdp", "shares"), LAYOUTS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_loss_gradients_norm_and_step_equal_a_single_process(family, world_size, ep, shares):
+def test_loss_gradients_norm_and_step_equal_a_single_process(family, world_size, ep, fsdp, shares):
     model = tiny_policy(family)
     expected = single_process(model, [micro_batch(seed) for seed in range(4)])
     metrics, gradients, _ = expected
     assert metrics["grad_norm"] > 0.1  # so the clip to 0.05 is at work
     loud = [name for name, gradient in gradients.items() if gradient.abs().max() > 1e-4]
     assert any(".experts." in name for name in loud) and any(".gate." in name for name in loud)
-    run_ranks(check_step, world_size, ep, model, expected, shares)
+    run_ranks(check_step, world_size, ep, fsdp, model, expected, shares)
 
 
 def test_micro_batching_does_not_change_the_gradient():
@@ -180,11 +198,22 @@ def check_skip(rank: int, world_size: int, model: PreTrainedModel, case: str) ->
         return loss, metrics
 
     def step() -> dict[str, float]:
+        batches = [micro_batch(rank), micro_batch(2 + rank)]
         return train_minibatch(
-            model, optimizer, mesh, [micro_batch(rank)], loss_fn, num_global_tokens=100, max_grad_norm=1.0
+            model,
+            optimizer,
+            mesh,
+            batches,
+            loss_fn,
+            num_global_tokens=100,
+            max_grad_norm=1.0,
+            on_nonfinite=at_fault.extend,
         )
 
+    at_fault: list[int] = []
     assert step()["skipped"] == 1
+    # a gradient that is not finite has no micro-batch that is known to have made it
+    assert at_fault == ([0, 1] if case == "gradient" or rank == 1 else [])
     assert tensor_digest(disk_tensors(model)) == before and not optimizer.state
     case = "sound"
     assert step()["skipped"] == 0  # and the next step is not poisoned

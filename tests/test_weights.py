@@ -110,7 +110,9 @@ def test_two_ranks_write_what_one_rank_reads(tmp_path):
 def check_stacked_family(rank: int, world_size: int, folder: Path, expected_BLV: Tensor) -> None:
     model = load_policy(folder, dispatcher=make_dispatcher("all_to_all", dist.group.WORLD))
     torch.testing.assert_close(model(input_ids=token_ids(0)).logits, expected_BLV, rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match=r"must be written from one rank, .* got 4 of 8. Set ep to 1"):
+    with pytest.raises(
+        ValueError, match=r"must be written from one rank, .* got 4 of 8. Set ep and fsdp to 1"
+    ):
         list(disk_tensors(model))
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tasks.policy.permute import Placement, gather_rows, invert, sum_rows
+from tasks.policy.progress import BLOCKED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +128,8 @@ class AllToAllDispatcher:
         is_sent_WT = (owner_TK[None] == ranks_W[:, None, None]).any(dim=2)
         sent_W = is_sent_WT.sum(dim=1)
         received_W = torch.empty_like(sent_W)
-        dist.all_to_all_single(received_W, sent_W, group=self.group)
+        with BLOCKED:
+            dist.all_to_all_single(received_W, sent_W, group=self.group)
         num_unknown = (owner_TK >= self.num_ranks).sum()
         *counts, unknown = torch.cat([sent_W, received_W, num_unknown[None]]).tolist()
         if unknown:
@@ -192,8 +194,9 @@ def _exchange(
     group: dist.ProcessGroup, sent_W: list[int], received_W: list[int], *tensors: Tensor
 ) -> tuple[Tensor, ...]:
     received = tuple(t.new_empty((sum(received_W), *t.shape[1:])) for t in tensors)
-    for out, tensor in zip(received, tensors, strict=True):
-        dist.all_to_all_single(out, tensor.contiguous(), received_W, sent_W, group=group)
+    with BLOCKED:
+        for out, tensor in zip(received, tensors, strict=True):
+            dist.all_to_all_single(out, tensor.contiguous(), received_W, sent_W, group=group)
     return received
 
 

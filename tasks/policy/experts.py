@@ -11,7 +11,8 @@ of this rank, I and O the inputs and outputs of a projection, H the width inside
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tasks.policy.dispatch import Dispatcher, experts_per_rank
-from tasks.policy.permute import gather_rows, invert, sum_rows
+from tasks.policy.permute import Placement, gather_rows, invert, sum_rows
+from tasks.policy.shards import local_rows
 
 IMPLEMENTATION = "expert_parallel"
 
@@ -61,6 +63,7 @@ def attach_dispatcher(model: PreTrainedModel, dispatcher: Dispatcher) -> None:
             setattr(module, leaf, nn.Parameter(local, requires_grad=param.requires_grad))
         module.expert_shard = shard
         module.dispatcher = dispatcher
+        module.compute_rows = partial(weighted_rows, module)
         module.expert_load_e = torch.zeros(count, dtype=torch.int64)
     model.set_experts_implementation(IMPLEMENTATION)
 
@@ -73,12 +76,16 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def expert_shards(model: nn.Module) -> dict[str, ExpertShard]:
-    """The parameters that are stacks of this rank's experts; all others are the same on every rank."""
+    """The parameters that are stacks of experts, and which experts of them this rank keeps between steps.
+
+    That is ``module.expert_shard``, what it computes with, or a part of it where the stack is split further.
+    """
     shards = {}
     for name, module in experts_modules(model):
         for leaf, param in module.named_parameters(recurse=False):
             whole = ExpertShard(start=0, count=param.shape[0], num_experts=param.shape[0])
-            shards[f"{name}.{leaf}"] = getattr(module, "expert_shard", whole)
+            computed, rows = getattr(module, "expert_shard", whole), local_rows(param)
+            shards[f"{name}.{leaf}"] = replace(computed, start=computed.start + rows.start, count=rows.count)
     return shards
 
 
@@ -123,7 +130,22 @@ def local_experts(experts: Any, x_RD: Tensor, expert_RK: Tensor, weight_RK: Tens
     placement = invert(cell_P, num_rows, num_places)
     load_e = torch.diff(end_e, prepend=end_e.new_zeros(1))
     experts.expert_load_e = experts.expert_load_e.to(load_e.device) + load_e
+    return experts.compute_rows(x_RD, weight_RK, placement, cell_P, expert_P, end_e)
 
+
+def weighted_rows(
+    experts: Any,
+    x_RD: Tensor,
+    weight_RK: Tensor,
+    placement: Placement,
+    cell_P: Tensor,
+    expert_P: Tensor,
+    end_e: Tensor,
+) -> Tensor:
+    """What ``local_experts`` returns once the pairs are sorted; may run again in the backward pass.
+
+    ``cell_P`` is each pair's place in the flattened ``weight_RK``, ``end_e`` where each expert's pairs end.
+    """
     x_PD = gather_rows(x_RD, placement)
     if experts.has_gate:
         h_PH = experts._apply_gate(_grouped_linear(experts, "gate_up_proj", x_PD, end_e, expert_P))

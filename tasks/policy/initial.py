@@ -2,7 +2,7 @@
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tasks.artifacts.manifest import Manifest
 from tasks.policy import weights
@@ -50,12 +50,26 @@ def _random_policy(run: CampaignRun, folder: Path) -> Path:
     return folder
 
 
+def _require_stated_experts(config: Any, run: CampaignRun) -> None:
+    """The mesh was checked at launch against the number that the campaign states."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")  # by family
+    found = next((getattr(config, name) for name in names if hasattr(config, name)), 0)
+    field, stated = run.config.model.experts
+    if found != stated:
+        raise ValueError(
+            f"{field} must be that of the checkpoint, got {stated}, and {found} in its config.json. "
+            f"Set it to {found}."
+        )
+
+
 def _require_matching_vocabulary(folder: Path, run: CampaignRun) -> None:
     from transformers import AutoConfig
 
     if not (folder / "config.json").exists():
         raise ValueError(f"model.folder must be a Hugging Face checkpoint with a config.json, got {folder}.")
-    tokenizer, size = load_tokenizer(folder), AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    _require_stated_experts(config, run)
+    tokenizer, size = load_tokenizer(folder), config.vocab_size
     if len(tokenizer) > size:
         raise ValueError(
             f"the policy's vocab_size must cover its tokenizer, got vocab_size={size} and {len(tokenizer)} "

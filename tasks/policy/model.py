@@ -23,6 +23,7 @@ from transformers import (
 from tasks.policy.dispatch import Dispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.names import Piece, disk_pieces, stored_tensors
+from tasks.policy.shards import Rows
 
 
 def build_random(
@@ -104,16 +105,19 @@ def load_policy(
     dispatcher: Dispatcher,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    prepare: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> PreTrainedModel:
-    """Read a safetensors folder tensor by tensor; other ranks' experts are never read nor allocated.
+    """Read a safetensors folder tensor by tensor; what other ranks hold is never read nor allocated.
 
     Every floating-point tensor becomes ``dtype``, except those that transformers pins to float32 for their
-    family (DeepSeek's routing bias, whose rounding would change which experts a token selects).
+    family (DeepSeek's routing bias, whose rounding would change which experts a token selects). ``prepare``
+    sees the model on the meta device with its dispatcher: the moment to split its parameters.
     """
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = _from_config(config, dtype)
     attach_dispatcher(model, dispatcher)
+    prepare(model)
     _materialise(model, dtype=dtype, device=device)
     targets = dict(stored_tensors(model))
     with torch.no_grad():
@@ -153,11 +157,20 @@ def read_pieces(
     for path, names in names_by_path.items():
         with safe_open(path, framework="pt") as file:
             for piece in (pieces[name] for name in names if name in pieces):
-                if piece.shard is not None and piece.expert is None:  # all experts are in one stack
-                    start = piece.shard.start
-                    yield piece, file.get_slice(piece.disk_name)[start : start + piece.shard.count]
+                if piece.rows is not None and piece.is_local:
+                    yield piece, _read_rows(file, piece.disk_name, piece.rows)
                 elif piece.is_local:
                     yield piece, file.get_tensor(piece.disk_name)
+
+
+def _read_rows(file: Any, disk_name: str, rows: Rows) -> Tensor:
+    handle = file.get_slice(disk_name)
+    if (got := handle.get_shape()[0]) != rows.total:  # a block of another tensor could fit by chance
+        raise ValueError(
+            f"{disk_name} must have {rows.total} rows, got {got}. "
+            "Check that config.json belongs to these weights."
+        )
+    return handle[rows.start : rows.start + rows.count]
 
 
 def tensor_files(folder: Path, stem: str) -> list[Path]:
@@ -193,18 +206,24 @@ def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMode
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+def stored_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Type of a floating-point tensor in a checkpoint of ``dtype``: float32 where the family pins it."""
+    pinned = model._keep_in_fp32_modules_strict or []
+    return torch.float32 if set(pinned).intersection(name.split(".")) else dtype
+
+
 def _materialise(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device | str) -> None:
     """Give every tensor of a meta-device model its memory, and the derived buffers their values."""
-    pinned = set(model._keep_in_fp32_modules_strict or [])
     made: dict[Tensor, Tensor] = {}  # a tied parameter is one object in several modules and must stay one
     for module_name, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for leaf, meta in tensors.items():
                 if meta is None or not meta.is_meta:
                     continue
-                is_pinned = bool(pinned.intersection([*module_name.split("."), leaf]))
                 if meta not in made:
-                    made[meta] = _empty_like(meta, torch.float32 if is_pinned else dtype, device)
+                    made[meta] = _empty_like(
+                        meta, stored_dtype(model, f"{module_name}.{leaf}", dtype), device
+                    )
                 tensors[leaf] = made[meta]  # type: ignore[assignment]
         if module._non_persistent_buffers_set:
             model._init_weights(module)  # transformers' own recipe for rotary frequencies and the like

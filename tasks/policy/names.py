@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from tasks.policy.experts import ExpertShard, expert_shards
+from tasks.policy.shards import Rows, is_split, local_rows, local_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,21 +38,24 @@ class Piece:
     disk_name: str
     model_name: str
     shard: ExpertShard | None = None
-    """None for a tensor that every rank holds."""
+    """None for a tensor that is no stack of experts."""
     expert: int | None = None
     """Global expert number, or None when the disk tensor holds all experts in one stack."""
     part: int = 0
     num_parts: int = 1
+    rows: Rows | None = None
+    """The rows of the disk tensor that this rank holds, where that need not be all of them."""
 
     @property
     def is_local(self) -> bool:
         """Whether this rank holds any of it."""
         if self.shard is None or self.expert is None:
-            return True
+            return self.rows is None or self.rows.count > 0
         return self.shard.start <= self.expert < self.shard.start + self.shard.count
 
     def view(self, tensor: Tensor) -> Tensor:
         """The part of this rank's model tensor (or of its gradient or moments) that the disk tensor fills."""
+        tensor = local_tensor(tensor)
         if self.shard is None or self.expert is None:
             return tensor
         return tensor[self.expert - self.shard.start].chunk(self.num_parts, dim=0)[self.part]
@@ -72,12 +76,17 @@ def disk_pieces(model: PreTrainedModel) -> list[Piece]:
     reverse = [t.reverse_transform() for t in reversed(transforms)]
     shards = expert_shards(model)
     pieces = []
-    for name, _ in stored_tensors(model):
-        pieces += _pieces_of(name, shards.get(name), reverse)
+    for name, tensor in stored_tensors(model):
+        rows = local_rows(tensor) if is_split(tensor) else None
+        if shard := shards.get(name):  # on disk a stack holds the experts of all ranks
+            rows = Rows(start=shard.start, count=shard.count, total=shard.num_experts)
+        pieces += _pieces_of(name, shard, rows, reverse)
     return pieces
 
 
-def _pieces_of(name: str, shard: ExpertShard | None, reverse: list[WeightTransform]) -> list[Piece]:
+def _pieces_of(
+    name: str, shard: ExpertShard | None, rows: Rows | None, reverse: list[WeightTransform]
+) -> list[Piece]:
     """Undo at most one conversion, then every renaming."""
     parts: list[str] = []  # disk patterns of gate and up, or of the one projection
     disk_name = name
@@ -90,7 +99,7 @@ def _pieces_of(name: str, shard: ExpertShard | None, reverse: list[WeightTransfo
     for renaming in (t for t in reverse if not isinstance(t, WeightConverter)):
         disk_name, _ = renaming.rename_source_key(disk_name)
     if not parts:
-        return [Piece(disk_name=disk_name, model_name=name, shard=shard)]
+        return [Piece(disk_name=disk_name, model_name=name, shard=shard, rows=rows)]
     assert shard is not None
     return [
         Piece(

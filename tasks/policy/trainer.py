@@ -9,8 +9,8 @@ rank with fewer micro-batches than another runs empty ones, which exchange token
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,12 @@ from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
 
 from tasks.policy.mesh import ParallelMesh, clip_gradients, reduce_gradients
+from tasks.policy.packed import packed_attention_mask
+from tasks.policy.progress import BLOCKED, Progress
+from tasks.policy.router import RouterBalance
 
 MicroBatch = Mapping[str, Tensor]
-"""``input_ids`` and ``attention_mask`` [B, L], and whatever else the loss function reads."""
+"""[B, L]: ``input_ids``, ``attention_mask``, ``position_ids`` if packed, and what the loss function reads."""
 
 
 class LossFn(Protocol):
@@ -41,19 +44,27 @@ def make_optimizer(
 
 
 def token_logprobs_and_entropy(
-    model: PreTrainedModel, input_ids_BL: Tensor, attention_mask_BL: Tensor, temperature: float
+    model: PreTrainedModel,
+    input_ids_BL: Tensor,
+    attention_mask_BL: Tensor,
+    temperature: float,
+    *,
+    position_BL: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token given those before it, and entropy of the distribution it came from.
 
-    ``logprob[b, t]`` is that of ``input_ids[b, t]`` given ``input_ids[b, :t]``. Both are 0.0 where there is
-    no such prediction: at the first token of a sequence and at padding, on either side.
+    ``logprob[b, t]`` is that of ``input_ids[b, t]`` given its sequence before t. Both are 0.0 where there is
+    no such prediction: at the first token of a sequence and at padding, on either side. With ``position_BL``
+    a row is several sequences without padding, each beginning at position 0; they do not see each other.
     """
     mask_BL = attention_mask_BL.bool()
-    # Counted over real tokens, so that padding on the left moves no position.
-    position_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
+    if position_BL is not None:
+        model_mask: Any = packed_attention_mask(model, position_BL)
+    else:  # counted over real tokens, so that padding on the left moves no position
+        model_mask, position_BL = attention_mask_BL, (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
     output = model(
         input_ids=input_ids_BL,
-        attention_mask=attention_mask_BL,
+        attention_mask=model_mask,
         position_ids=position_BL,
         use_cache=False,
     )
@@ -61,7 +72,7 @@ def token_logprobs_and_entropy(
     logprobs_BMV = torch.log_softmax(logits_BMV, dim=-1)
     logprob_BM = logprobs_BMV.gather(-1, input_ids_BL[:, 1:, None]).squeeze(-1)
     entropy_BM = -(logprobs_BMV.exp() * logprobs_BMV).sum(dim=-1)
-    is_predicted_BM = mask_BL[:, 1:] & mask_BL[:, :-1]
+    is_predicted_BM = mask_BL[:, 1:] & mask_BL[:, :-1] & (position_BL[:, 1:] > 0)
     none_B1 = logprob_BM.new_zeros(logprob_BM.shape[0], 1)
     return (
         torch.cat([none_B1, torch.where(is_predicted_BM, logprob_BM, 0.0)], dim=1),
@@ -80,23 +91,38 @@ def train_minibatch(
     max_grad_norm: float,
     temperature: float = 1.0,
     min_micro_batches: int = 1,
+    balance: RouterBalance | None = None,
+    progress: Progress | None = None,
+    on_nonfinite: Callable[[list[int]], None] | None = None,
 ) -> dict[str, float]:
     """Accumulate over this rank's micro-batches, reduce, clip, step; returns metrics summed over all ranks.
 
     ``num_global_tokens`` is what ``loss_fn`` divided by; ranks that disagree on it are refused. Beside the
     loss function's sums the metrics hold ``loss``, ``grad_norm``, ``micro_batches`` and ``skipped``: 1 when
-    loss or gradient was not finite on any rank, in which case no rank stepped.
+    loss or gradient was not finite on any rank, in which case no rank stepped and ``on_nonfinite`` got the
+    numbers of this rank's micro-batches at fault: those without a finite loss, or all if every loss was.
     """
+    progress = progress or Progress()
     num_passes = _agree_on_passes(model, mesh, len(micro_batches), num_global_tokens, min_micro_batches)
     optimizer.zero_grad(set_to_none=True)
     sums: dict[str, Tensor] = {}
-    for index in range(num_passes):
-        if index < len(micro_batches):
-            loss, metrics = _loss(model, micro_batches[index], loss_fn, temperature)
-            _add(sums, {"loss": loss, **metrics})
-        else:
-            loss = _empty_loss(model, temperature)
-        loss.backward()
+    losses: list[Tensor] = []
+    with progress.working():
+        for index in range(num_passes):
+            progress.at("forward and backward", index)
+            if index < len(micro_batches):
+                loss, metrics = _loss(model, micro_batches[index], loss_fn, temperature)
+                if balance is not None:
+                    extra, seen = balance.loss(micro_batches[index], num_global_tokens=num_global_tokens)
+                    loss, metrics = loss + extra, {**metrics, **seen}
+                losses.append(loss.detach())
+                _add(sums, {"loss": loss, **metrics})
+            else:
+                loss = _empty_loss(model, temperature)
+                if balance is not None:
+                    balance.clear()
+            loss.backward()
+    progress.at("reduce gradients")
     reduce_gradients(model, mesh)
     grad_norm = clip_gradients(model, mesh, max_grad_norm)
     # read once, after all passes: every read stops the device
@@ -105,6 +131,9 @@ def train_minibatch(
     is_finite = math.isfinite(totals["loss"]) and math.isfinite(grad_norm)  # the same answer on every rank
     if is_finite:
         optimizer.step()
+    elif on_nonfinite is not None:
+        is_every_loss_finite = math.isfinite(totals["loss"])
+        on_nonfinite([i for i, loss in enumerate(losses) if is_every_loss_finite or not loss.isfinite()])
     optimizer.zero_grad(set_to_none=True)
     return {**totals, "grad_norm": grad_norm, "skipped": float(not is_finite)}
 
@@ -113,7 +142,11 @@ def _loss(
     model: PreTrainedModel, micro_batch: MicroBatch, loss_fn: LossFn, temperature: float
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     logprob_BL, entropy_BL = token_logprobs_and_entropy(
-        model, micro_batch["input_ids"], micro_batch["attention_mask"], temperature
+        model,
+        micro_batch["input_ids"],
+        micro_batch["attention_mask"],
+        temperature,
+        position_BL=micro_batch.get("position_ids"),
     )
     return loss_fn(logprob_BL, entropy_BL, micro_batch)
 
@@ -139,7 +172,8 @@ def _agree_on_passes(
     if mesh.world is None:
         return wanted
     largest = torch.tensor([wanted, num_global_tokens, -num_global_tokens], device=model.device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.world)
+    with BLOCKED:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.world)
     num_passes, most_tokens, least_tokens = largest.tolist()
     if most_tokens != -least_tokens:
         raise ValueError(
@@ -160,7 +194,8 @@ def _sum_over_ranks(sums: dict[str, float], mesh: ParallelMesh) -> dict[str, flo
     if mesh.world is None:
         return sums
     by_rank: list[dict[str, float] | None] = [None] * mesh.world_size
-    dist.all_gather_object(by_rank, sums, group=mesh.world)
+    with BLOCKED:
+        dist.all_gather_object(by_rank, sums, group=mesh.world)
     totals: dict[str, float] = {}
     for theirs in by_rank:
         for name, value in (theirs or {}).items():

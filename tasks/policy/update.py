@@ -7,17 +7,18 @@ published.
 
 import contextlib
 import hashlib
+import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
@@ -25,38 +26,56 @@ from tasks.artifacts.manifest import Blob, Manifest
 from tasks.config import CampaignConfig
 from tasks.policy import weights
 from tasks.policy.dispatch import make_dispatcher
+from tasks.policy.epoch import Trainee, train
+from tasks.policy.fsdp import shard_parameters
 from tasks.policy.mesh import ParallelMesh, make_mesh
 from tasks.policy.model import load_policy
-from tasks.policy.trainer import make_optimizer, train_minibatch
+from tasks.policy.nonfinite import NonFiniteSteps
+from tasks.policy.packed import require_packable
+from tasks.policy.progress import Progress, Watchdog
+from tasks.policy.recompute import checkpoint_activations
+from tasks.policy.router import RouterBalance, freeze_routers
+from tasks.policy.stopping import exit_on_sigterm
+from tasks.policy.trainer import make_optimizer
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
-from tasks.rl.losses import clipped_policy_loss, supervised_loss
-from tasks.rl.packing import micro_batches, num_trained_tokens, rank_share
 from tasks.schema import TrainFrame, from_bytes
 from tasks.session import run_store, say
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
 
-PER_TOKEN = ("policy_loss", "entropy", "clip_share", "kl_k1", "kl_k3")
-
 
 def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
     """Called on every rank of the elastic task; all ranks return the same candidate."""
     clock = _Clock(batch.sealed_at)
     config, store = run.config, run_store(run)
-    with _process_group(config):
-        mesh = make_mesh(config.train.world_size, config.train.ep)
+    progress = Progress()
+    with exit_on_sigterm(), _process_group(config), _watchdog(config, progress):
+        mesh = make_mesh(config.train.world_size, config.train.ep, config.train.fsdp)
         dispatcher = make_dispatcher(config.train.dispatcher, mesh.ep_group)
         clock.lap("start_up")
+        progress.at("load")
         parent = store.manifest(policy)
         folder = store.pull(policy)
-        model = load_policy(folder, dispatcher=dispatcher, dtype=getattr(torch, config.model.dtype)).train()
+        model = load_policy(folder, dispatcher=dispatcher, prepare=_sharding(config, mesh)).train()
+        balance = _adjust(model, config)
         rows = read_batch(store, batch)
         optimizer = _optimizer(model, folder, config, batch, resumes=parent.kind == "iteration")
         clock.lap("load")
-        metrics = train(model, optimizer, mesh, rows, config, objective=batch.objective)
+        nonfinite = NonFiniteSteps(
+            store,
+            iteration=batch.iteration + 1,
+            rank=mesh.rank,
+            limit=config.train.max_nonfinite_steps,
+            in_a_row=int(parent.metrics.get("nonfinite_in_a_row", 0)),
+        )
+        trainee = Trainee(model, optimizer, mesh, progress=progress, nonfinite=nonfinite, balance=balance)
+        metrics = train(trainee, rows, config, objective=batch.objective)
         clock.lap("train")
-        files, digest = store_shards(store, model, optimizer, mesh, parent.files)
+        progress.at("upload")
+        files, digest = store_shards(
+            store, model, optimizer, mesh, parent.files, dtype=getattr(torch, config.model.dtype)
+        )
         clock.lap("upload")
         manifest = Manifest(
             campaign=run.campaign,
@@ -77,62 +96,6 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
         if dist.get_rank() == 0:
             _say(batch, metrics, clock, dispatcher.describe())
     return Candidate(manifest_json=manifest.model_dump_json())
-
-
-def train(
-    model: PreTrainedModel, optimizer: AdamW, mesh: ParallelMesh, rows: list[dict[str, Any]],
-    config: CampaignConfig, *, objective: str,
-) -> dict[str, float]:  # fmt: skip
-    """One optimizer step a mini-batch, once over the batch; metrics are means over tokens or steps."""
-    totals: dict[str, float] = {}
-    minibatches: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        minibatches.setdefault(row["minibatch"], []).append(row)
-    for _, members in sorted(minibatches.items()):
-        share = rank_share(members, rank=mesh.rank, world_size=mesh.world_size)
-        num_global_tokens = num_trained_tokens(members)
-        sums = train_minibatch(
-            model,
-            optimizer,
-            mesh,
-            micro_batches(share, max_tokens=config.train.micro_batch_tokens),
-            make_loss(config, objective, num_global_tokens),
-            num_global_tokens=num_global_tokens,
-            max_grad_norm=config.train.max_grad_norm,
-            temperature=config.rollout.temperature if objective == "clipped_policy" else 1.0,
-        )
-        for name, value in (sums | {"samples": len(members), "steps": 1}).items():
-            totals[name] = totals.get(name, 0.0) + value
-    tokens, steps = max(totals.get("tokens", 0.0), 1.0), totals["steps"]
-    per_token = {name: totals[name] / tokens for name in PER_TOKEN if name in totals}
-    return {
-        **per_token,
-        "trained_tokens": totals.get("tokens", 0.0),
-        "samples": totals["samples"],
-        "grad_norm": totals["grad_norm"] / steps,
-        "skipped_steps": totals["skipped"],
-        "steps": steps,
-        "learning_rate": optimizer.param_groups[0]["lr"],
-    }
-
-
-def make_loss(
-    config: CampaignConfig, objective: str, num_global_tokens: int
-) -> Callable[[Tensor, Tensor, Any], tuple[Tensor, dict[str, Tensor]]]:
-    """The loss of an objective for a mini-batch. A new one is a function in ``tasks/rl`` and a case here."""
-    algorithm = config.algorithm
-
-    def policy(logprob_BL: Tensor, entropy_BL: Tensor, micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return clipped_policy_loss(
-            logprob_BL, micro["behavior_logprob"], micro["advantage"], entropy_BL, micro["mask"],
-            clip_low=algorithm.clip_low, clip_high=algorithm.clip_high,
-            entropy_coefficient=algorithm.entropy_coefficient, num_global_tokens=num_global_tokens,
-        )  # fmt: skip
-
-    def supervised(logprob_BL: Tensor, entropy_BL: Tensor, micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return supervised_loss(logprob_BL, micro["mask"], num_global_tokens=num_global_tokens)
-
-    return {"clipped_policy": policy, "supervised": supervised}[objective]
 
 
 def learning_rate(config: CampaignConfig, iteration: int) -> float:
@@ -158,6 +121,8 @@ def store_shards(
     optimizer: AdamW,
     mesh: ParallelMesh,
     parent_files: dict[str, Blob],
+    *,
+    dtype: torch.dtype,
 ) -> tuple[dict[str, Blob], str]:
     """Upload this rank's weights and optimizer state; returns all ranks' files and the weights' digest."""
     with tempfile.TemporaryDirectory() as name:
@@ -165,13 +130,14 @@ def store_shards(
         shards: dict[str, weights.Shard] = {}
         digests: dict[str, str] = {}
         if mesh.replicate_rank == 0:
-            digests = weights.digest_tensors(weights.disk_tensors(model))
+            named = dict(weights.disk_tensors(model, dtype))
+            digests = weights.digest_tensors(named.items())
             tensors_of = {
-                "model": weights.disk_tensors(model),
-                "optimizer": weights.optimizer_tensors(model, optimizer),
+                "model": named.items(),
+                "optimizer": weights.optimizer_tensors(model, optimizer, dtype),
             }
             for stem, tensors in tensors_of.items():
-                shards[stem] = weights.write_shard(folder, tensors, mesh.ep_rank, mesh.ep, stem=stem)
+                shards[stem] = weights.write_shard(folder, tensors, mesh.copy_rank, mesh.copy_size, stem=stem)
                 blobs[shards[stem].file_name] = store.put_file(folder / shards[stem].file_name)
         everyone: list[Any] = [None] * mesh.world_size
         dist.all_gather_object(everyone, (blobs, shards, digests))
@@ -182,6 +148,43 @@ def store_shards(
             blobs |= other
         carried = {n: b for n, b in parent_files.items() if not n.startswith(("model", "optimizer"))}
         return carried | blobs, weights.merge_digests(d for _, _, d in everyone)
+
+
+def _sharding(config: CampaignConfig, mesh: ParallelMesh) -> Callable[[PreTrainedModel], None]:
+    """Split the parameters where the configuration asks for it; half-precision compute goes with it."""
+    if config.train.fsdp == 1 and config.train.compute_dtype == "float32":
+        return lambda model: None
+    dtype = getattr(torch, config.train.compute_dtype)
+    return partial(shard_parameters, mesh=mesh, compute_dtype=dtype)
+
+
+def _adjust(model: PreTrainedModel, config: CampaignConfig) -> RouterBalance | None:
+    """What the configuration asks of the model beside its weights; the auxiliary loss if it is on."""
+    train = config.train
+    if train.freeze_router:
+        freeze_routers(model)
+    if train.activation_checkpointing:
+        checkpoint_activations(model)
+    if train.packing == "packed":
+        require_packable(model)
+    if not train.router_aux_loss_coefficient:
+        return None
+    return RouterBalance(model, coefficient=train.router_aux_loss_coefficient)
+
+
+@contextlib.contextmanager
+def _watchdog(config: CampaignConfig, progress: Progress) -> Iterator[None]:
+    """Rank 0 says which rank stands still, before the collective's deadline ends the run."""
+    watchdog = Watchdog(
+        dist.distributed_c10d._get_default_store(),
+        progress,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        deadline=config.train.stuck_after_seconds,
+        report=partial(say, "watchdog"),
+    )
+    with watchdog:
+        yield
 
 
 def _optimizer(
@@ -234,8 +237,8 @@ class _Clock:
 
 
 def _say(batch: TrainBatch, metrics: dict[str, float], clock: _Clock, dispatcher: str) -> None:
-    text = f"{metrics['steps']:.0f} steps, loss {metrics['policy_loss']:.4f}, "
-    if batch.objective == "clipped_policy":
+    text = f"{metrics['steps']:.0f} steps, loss {metrics.get('policy_loss', math.nan):.4f}, "
+    if batch.objective == "clipped_policy" and "kl_k3" in metrics:
         text += f"KL {metrics['kl_k3']:.4f}, entropy {metrics['entropy']:.3f}, "
         text += f"clipped {metrics['clip_share']:.1%}, "
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())

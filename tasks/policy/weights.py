@@ -1,7 +1,9 @@
 """Write a policy and its optimizer as safetensors shards in the names that engines load; read them back.
 
-Each expert-parallel rank writes one shard with its own experts; rank 0 adds what all ranks share. Digests
-name the content and not the shards, so they are equal however many ranks wrote.
+Each rank of one copy of the model writes a shard with its own experts. What all of them hold is written by
+the first; what ``fully_shard`` has split is put together tensor by tensor and written by the ranks in turn,
+so these generators are collective then: every rank of the copy must exhaust them. Digests name the content
+and not the shards, so they are equal however many ranks wrote.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,10 +23,12 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from tasks.policy.experts import expert_shards
-from tasks.policy.model import fill, read_pieces, tensor_files
+from tasks.policy.model import fill, read_pieces, stored_dtype, tensor_files
 from tasks.policy.names import Piece, disk_pieces, stored_tensors
+from tasks.policy.shards import is_split, whole_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
 STEP = "step"
 
 
@@ -37,48 +41,59 @@ class Shard:
     """Size of every tensor in it."""
 
 
-def disk_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """This rank's tensors under their Hugging Face names, as views; shared ones come from rank 0 only."""
-    tensors = dict(stored_tensors(model))
-    for piece in _written_pieces(model):
-        yield piece.disk_name, piece.view(tensors[piece.model_name]).detach()
+def disk_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """What this rank writes, under Hugging Face names: views, or rounded to the type of a checkpoint."""
+    for piece, tensor in _written(model, dict(stored_tensors(model))):
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(stored_dtype(model, piece.model_name, dtype))
+        yield piece.disk_name, tensor.detach()
 
 
-def optimizer_tensors(model: PreTrainedModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def optimizer_tensors(
+    model: PreTrainedModel, optimizer: Optimizer, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """AdamW's moments, named ``exp_avg/<weight>`` and ``exp_avg_sq/<weight>``, and the step count.
 
-    Before the first step there are no moments, and only ``step`` is written, as 0.
+    Where ``disk_tensors`` rounds to ``dtype``, the weights themselves follow as ``master/<weight>``: a step
+    too small for the rounded weight would otherwise be lost each time a run resumes. Before the first step
+    there are no moments, and only ``step`` is written, as 0.
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     num_steps = _num_steps(model, optimizer)
-    if _writes_shared(model):
+    if _place(model).index == 0:
         yield STEP, torch.tensor(num_steps, dtype=torch.int64)
-    for piece in _written_pieces(model):
-        if num_steps and piece.model_name in params:
-            for moment in MOMENTS:
-                moments = optimizer.state[params[piece.model_name]][moment]
-                yield f"{moment}/{piece.disk_name}", piece.view(moments)
+    if not num_steps:
+        return
+    kinds = {
+        moment: {name: optimizer.state[param][moment] for name, param in params.items()} for moment in MOMENTS
+    }
+    if dtype is not None and any(param.dtype != dtype for param in params.values()):
+        kinds[MASTER] = {name: param.detach() for name, param in params.items()}
+    for kind, tensors in kinds.items():
+        for piece, tensor in _written(model, tensors):
+            yield f"{kind}/{piece.disk_name}", tensor
 
 
 def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -> None:
-    """Restore what ``optimizer_tensors`` wrote, on any number of ranks."""
+    """Restore what ``optimizer_tensors`` wrote, on any number of ranks; masters replace loaded weights."""
     step = torch.zeros((), dtype=torch.int64)
     targets: dict[str, Tensor] = {STEP: step}
     pieces = {STEP: Piece(disk_name=STEP, model_name=STEP)}
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    if _has_moments(folder):
-        for moment in MOMENTS:
-            targets |= {f"{moment}/{name}": torch.zeros_like(param) for name, param in params.items()}
-            for piece in disk_pieces(model):
-                if piece.model_name in params:
-                    disk_name, model_name = f"{moment}/{piece.disk_name}", f"{moment}/{piece.model_name}"
-                    pieces[disk_name] = replace(piece, disk_name=disk_name, model_name=model_name)
+    kinds = _kinds(folder)
+    for kind in sorted(kinds):
+        for name, param in params.items():
+            targets[f"{kind}/{name}"] = param.detach() if kind == MASTER else torch.zeros_like(param)
+        for piece in disk_pieces(model):
+            if piece.model_name in params:
+                disk_name, model_name = f"{kind}/{piece.disk_name}", f"{kind}/{piece.model_name}"
+                pieces[disk_name] = replace(piece, disk_name=disk_name, model_name=model_name)
     for piece, tensor in read_pieces(folder, "optimizer", pieces, lambda _: False):
         fill(targets[piece.model_name], piece, tensor)
     optimizer.state.clear()
-    if len(targets) > 1:
+    if kinds:
         for name, param in params.items():
-            moments = {moment: targets[f"{moment}/{name}"] for moment in MOMENTS}
+            moments = {moment: targets[f"{moment}/{name}"].detach() for moment in MOMENTS}
             optimizer.state[param] = {"step": step.to(torch.float32), **moments}
 
 
@@ -145,26 +160,44 @@ def tensor_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return merge_digests([digest_tensors(tensors)])
 
 
-def _written_pieces(model: PreTrainedModel) -> Iterator[Piece]:
-    writes_shared = _writes_shared(model)
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """This rank's number among those that hold one copy of the model."""
+
+    index: int
+    size: int
+
+
+def _place(model: PreTrainedModel) -> _Place:
+    shard = next(iter(expert_shards(model).values()))  # equal blocks, one a rank, in the order of the ranks
+    return _Place(index=shard.start // shard.count, size=shard.num_experts // shard.count)
+
+
+def _written(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Piece, Tensor]]:
+    """What this rank writes of model tensors, or of moments under their names; whole where split."""
+    place, num_split = _place(model), 0
     for piece in disk_pieces(model):
+        tensor = tensors.get(piece.model_name)
+        if tensor is None:
+            continue
         if piece.shard is None:
-            if writes_shared:
-                yield piece
+            writer = 0
+            if is_split(tensor):
+                writer, num_split = num_split % place.size, num_split + 1
+            tensor = whole_tensor(tensor)  # collective, so on every rank and before asking who writes
+            if writer == place.index:
+                yield piece, tensor
         elif piece.expert is not None:
             if piece.is_local:
-                yield piece
+                yield piece, piece.view(tensor)
         elif piece.shard.count < piece.shard.num_experts:
             raise ValueError(
                 f"{piece.disk_name} must be written from one rank, because this family stores a layer's "
-                f"experts in one tensor; got {piece.shard.count} of {piece.shard.num_experts}. Set ep to 1."
+                f"experts in one tensor; got {piece.shard.count} of {piece.shard.num_experts}. "
+                "Set ep and fsdp to 1."
             )
         else:
-            yield piece
-
-
-def _writes_shared(model: PreTrainedModel) -> bool:
-    return all(shard.start == 0 for shard in expert_shards(model).values())
+            yield piece, piece.view(tensor)
 
 
 def _num_steps(model: PreTrainedModel, optimizer: Optimizer) -> int:
@@ -179,9 +212,10 @@ def _num_steps(model: PreTrainedModel, optimizer: Optimizer) -> int:
     return steps.pop()
 
 
-def _has_moments(folder: Path) -> bool:
+def _kinds(folder: Path) -> set[str]:
+    """What an optimizer's files hold beside the step count, each for every trained weight."""
+    kinds = set()
     for path in tensor_files(folder, "optimizer"):
         with safe_open(path, framework="pt") as file:
-            if any(name != STEP for name in file.keys()):  # noqa: SIM118 - a handle is no mapping
-                return True
-    return False
+            kinds |= {name.split("/")[0] for name in file.keys() if name != STEP}  # noqa: SIM118
+    return kinds

@@ -1,0 +1,134 @@
+"""One pass over a sealed batch: an optimizer step a mini-batch, with what watches over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import AdamW
+from transformers import PreTrainedModel
+
+from tasks.config import CampaignConfig
+from tasks.policy.mesh import ParallelMesh
+from tasks.policy.nonfinite import NonFiniteSteps
+from tasks.policy.progress import Progress, slow_ranks
+from tasks.policy.router import RouterBalance
+from tasks.policy.trainer import train_minibatch
+from tasks.rl.losses import clipped_policy_loss, supervised_loss
+from tasks.rl.packing import collate, num_trained_tokens, plan_micro_batches, rank_share
+
+PER_TOKEN = ("policy_loss", "entropy", "clip_share", "kl_k1", "kl_k3")
+
+
+@dataclass(frozen=True, slots=True)
+class Trainee:
+    """What one pass changes, and who watches."""
+
+    model: PreTrainedModel
+    optimizer: AdamW
+    mesh: ParallelMesh
+    progress: Progress
+    nonfinite: NonFiniteSteps
+    balance: RouterBalance | None
+
+
+def train(
+    trainee: Trainee, rows: list[dict[str, Any]], config: CampaignConfig, *, objective: str
+) -> dict[str, float]:
+    """One optimizer step a mini-batch, once over the batch; metrics are means over tokens or steps.
+
+    A skipped step counts as one and adds nothing else: what it would add is not finite.
+    """
+    mesh, totals = trainee.mesh, {"samples": 0.0, "steps": 0.0, "skipped": 0.0}
+    minibatches: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        minibatches.setdefault(row["minibatch"], []).append(row)
+    for number, members in sorted(minibatches.items()):
+        sums = _step(trainee, number, members, config, objective=objective)
+        if sums["skipped"]:
+            sums = {"skipped": 1.0}
+        for name, value in (sums | {"samples": len(members), "steps": 1}).items():
+            totals[name] = totals.get(name, 0.0) + value
+        trainee.nonfinite.count(is_skipped="loss" not in sums, minibatch=number)
+    tokens = max(totals.get("tokens", 0.0), 1.0)
+    taken = max(totals["steps"] - totals["skipped"], 1.0)
+    per_token = {name: totals[name] / tokens for name in PER_TOKEN if name in totals}
+    return {
+        **per_token,
+        **_balance_metrics(totals, taken, config),
+        **_slow_rank_metrics(mesh, trainee.progress, config.train.slow_rank_factor),
+        "trained_tokens": totals.get("tokens", 0.0),
+        "samples": totals["samples"],
+        "grad_norm": totals.get("grad_norm", 0.0) / taken,
+        "skipped_steps": totals["skipped"],
+        "nonfinite_in_a_row": float(trainee.nonfinite.in_a_row),
+        "steps": totals["steps"],
+        "learning_rate": trainee.optimizer.param_groups[0]["lr"],
+    }
+
+
+def _step(
+    trainee: Trainee, number: int, members: list[dict[str, Any]], config: CampaignConfig, *, objective: str
+) -> dict[str, float]:
+    mesh, settings = trainee.mesh, config.train
+    share = rank_share(members, rank=mesh.rank, world_size=mesh.world_size)
+    plan = plan_micro_batches(share, max_tokens=settings.micro_batch_tokens, packing=settings.packing)
+    num_global_tokens = num_trained_tokens(members)
+    trainee.progress.at("mini-batch", number)
+
+    def keep(at_fault: list[int]) -> None:
+        trainee.nonfinite.keep([row for index in at_fault for row in plan[index]], minibatch=number)
+
+    return train_minibatch(
+        trainee.model,
+        trainee.optimizer,
+        mesh,
+        [collate(batch, packing=settings.packing) for batch in plan],
+        make_loss(config, objective, num_global_tokens),
+        num_global_tokens=num_global_tokens,
+        max_grad_norm=settings.max_grad_norm,
+        temperature=config.rollout.temperature if objective == "clipped_policy" else 1.0,
+        balance=trainee.balance,
+        progress=trainee.progress,
+        on_nonfinite=keep,
+    )
+
+
+def _balance_metrics(totals: dict[str, float], taken: float, config: CampaignConfig) -> dict[str, float]:
+    """Only where the auxiliary loss is on: a manifest that holds these was trained with it."""
+    coefficient = config.train.router_aux_loss_coefficient
+    if not coefficient:
+        return {}
+    balance = totals.get("router_balance", 0.0) / taken
+    return {"router_aux_loss_coefficient": coefficient, "router_balance": balance}
+
+
+def _slow_rank_metrics(mesh: ParallelMesh, progress: Progress, factor: float) -> dict[str, float]:
+    """``slow_rank/<rank>``: how many times the median rank it worked, for those above ``factor``."""
+    if mesh.world is None:
+        return {}
+    seconds: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(seconds, progress.work_seconds, group=mesh.world)
+    return {f"slow_rank/{rank}": times for rank, times in slow_ranks(seconds, factor=factor).items()}
+
+
+def make_loss(
+    config: CampaignConfig, objective: str, num_global_tokens: int
+) -> Callable[[Tensor, Tensor, Any], tuple[Tensor, dict[str, Tensor]]]:
+    """The loss of an objective for a mini-batch. A new one is a function in ``tasks/rl`` and a case here."""
+    algorithm = config.algorithm
+
+    def policy(logprob_BL: Tensor, entropy_BL: Tensor, micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return clipped_policy_loss(
+            logprob_BL, micro["behavior_logprob"], micro["advantage"], entropy_BL, micro["mask"],
+            clip_low=algorithm.clip_low, clip_high=algorithm.clip_high,
+            entropy_coefficient=algorithm.entropy_coefficient, num_global_tokens=num_global_tokens,
+        )  # fmt: skip
+
+    def supervised(logprob_BL: Tensor, entropy_BL: Tensor, micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return supervised_loss(logprob_BL, micro["mask"], num_global_tokens=num_global_tokens)
+
+    return {"clipped_policy": policy, "supervised": supervised}[objective]

@@ -1,0 +1,48 @@
+"""Activation checkpointing: keep the inputs of a layer's parts and compute these again in the backward pass.
+
+Parts are what lies between two exchanges of tokens: norms, attention, router, shared experts, and the rows of
+this rank's experts. The exchanges themselves stay outside, so that no collective is ever repeated: it would
+cost the exchange twice, and all ranks would have to repeat it in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tasks.policy.experts import experts_modules
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Recompute every part of every layer from now on, where gradients are asked for."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):  # transformers' base class of repeated layers
+            _recompute_parts(layer)
+
+
+def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, keeping nothing for the backward pass but its arguments."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    return forward
+
+
+def _recompute_parts(module: nn.Module) -> None:
+    experts = {id(inner) for _, inner in experts_modules(module)}
+    for child in module.children():
+        if id(child) in experts:
+            child.compute_rows = recomputed(child.compute_rows)  # type: ignore[assignment]
+        elif any(True for _ in experts_modules(child)):
+            _recompute_parts(child)
+        elif any(True for _ in child.parameters()):
+            child.forward = recomputed(child.forward)  # on the instance: hooks of the module stay outside

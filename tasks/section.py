@@ -1,0 +1,35 @@
+"""The base of every configuration section and record; no torch."""
+
+import difflib
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class Section(BaseModel):
+    """Values that refuse unknown keys and cannot change."""
+
+    _json_schema: ClassVar[dict[str, Any]]
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Made once a class: Flyte asks at every node of an unrolled graph, which took 0.15 s a node."""
+        if "_json_schema" not in cls.__dict__:
+            cls._json_schema = super().model_json_schema(*args, **kwargs)
+        return cls._json_schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for key in data.keys() - cls.model_fields.keys():
+            close = difflib.get_close_matches(key, cls.model_fields, n=1)
+            hint = f"Did you mean {close[0]}?" if close else f"Known keys: {', '.join(cls.model_fields)}."
+            raise ValueError(f"unknown key {key!r}. {hint}")
+        return data
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

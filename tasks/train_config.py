@@ -1,0 +1,91 @@
+"""How a policy update runs: ranks and what they share, precision, packing, faults; no torch."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from tasks.section import Section, divisors
+
+TOPOLOGIES = {"laptop_1x2": (1, 2), "node_1x8": (1, 8), "cluster_16x8": (16, 8)}
+"""Trainer topologies: name -> (nodes, ranks a node). Flyte fixes a topology when a task is registered, so
+each name is one task in ``tasks/train.py``."""
+
+
+class TrainConfig(Section):
+    topology: Literal["laptop_1x2", "node_1x8", "cluster_16x8"] = "laptop_1x2"
+    ep: int = Field(default=2, ge=1)
+    """Expert-parallel size: ranks of one group hold disjoint experts."""
+    fsdp: int = Field(default=1, ge=1)
+    """Ranks over which dense parameters are split, and experts over ``fsdp / ep``; 1 keeps both whole. The
+    ranks that are left hold copies."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations and the weights they meet; master weights, gradients and their sums are float32."""
+    dispatcher: Literal["local", "all_to_all"] = "all_to_all"
+    backend: Literal["gloo", "nccl"] = "gloo"
+    learning_rate: float = Field(default=2e-3, gt=0)
+    final_learning_rate_share: float = Field(default=0.1, gt=0, le=1)
+    """The rate is constant for the first half of a campaign, then decays linearly to this share."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-5, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Tokens of one forward and backward on a rank, padding included; changes memory and speed, never the
+    gradient."""
+    packing: Literal["padded", "packed"] = "padded"
+    """``packed`` lays the samples of a micro-batch one after another in one row, without padding; attention
+    stays inside a sample."""
+    activation_checkpointing: bool = False
+    """Compute a layer's parts again in the backward pass instead of keeping their activations; never repeats
+    an exchange between ranks."""
+    deterministic: bool = True
+    """Bit-equal results on equal hardware: deterministic kernels and one thread a rank on CPU."""
+    collective_timeout_seconds: int = Field(default=120, ge=10)
+    """A rank that waits longer for the others ends the run; Flyte starts it again."""
+    stuck_after_seconds: float = Field(default=60.0, gt=0)
+    """A rank that has not moved for so long is named in the log, with its phase."""
+    slow_rank_factor: float = Field(default=2.0, gt=1)
+    """A rank that works more than so many times as long as the median rank is named in the metrics."""
+    max_nonfinite_steps: int = Field(default=5, ge=1)
+    """Steps in a row without a finite loss and gradient, each skipped, after which the run stops."""
+    freeze_router: bool = False
+    """Leave the routers as the sampling policy has them."""
+    router_aux_loss_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of a loss that evens out the use of experts in each sequence; 0 = off. Metrics list it if on."""
+
+    @property
+    def world_size(self) -> int:
+        nodes, ranks = TOPOLOGIES[self.topology]
+        return nodes * ranks
+
+    @model_validator(mode="after")
+    def _ranks_make_a_grid(self) -> Self:
+        if self.world_size % self.ep:
+            raise ValueError(
+                f"ep must divide the {self.world_size} ranks of topology {self.topology}, got ep={self.ep}. "
+                f"Set ep to one of {divisors(self.world_size)}."
+            )
+        choices = [1, *(size for size in divisors(self.world_size)[1:] if size % self.ep == 0)]
+        if self.fsdp not in choices:
+            raise ValueError(
+                f"fsdp must divide the {self.world_size} ranks of topology {self.topology} and be 1 or a "
+                f"multiple of ep, got fsdp={self.fsdp}, ep={self.ep}. Set fsdp to one of {choices}."
+            )
+        if self.stuck_after_seconds >= self.collective_timeout_seconds:
+            raise ValueError(
+                "stuck_after_seconds must be below collective_timeout_seconds, or the run ends before a "
+                f"stuck rank is named, got {self.stuck_after_seconds} >= {self.collective_timeout_seconds}. "
+                f"Lower it to {self.collective_timeout_seconds / 2}."
+            )
+        if self.freeze_router and self.router_aux_loss_coefficient:
+            raise ValueError(
+                "router_aux_loss_coefficient must be 0 with freeze_router, which leaves it nothing to train, "
+                f"got {self.router_aux_loss_coefficient}. Set one of them to its default."
+            )
+        if (self.dispatcher == "local") != (self.ep == 1):
+            raise ValueError(
+                f"dispatcher 'local' goes with ep=1 and only with it, got dispatcher={self.dispatcher!r}, "
+                f"ep={self.ep}. Set dispatcher to {'local' if self.ep == 1 else 'all_to_all'}."
+            )
+        return self
