@@ -3,9 +3,10 @@
     python tests/bench_training.py                           # one GPU: transformers' own paths, ours
     torchrun --nproc-per-node 2 tests/bench_training.py      # expert parallelism over all ranks
 
-Prints per path: milliseconds a step (median), tokens/s a GPU, model FLOP/s utilisation against 989 TFLOP/s (the
-card's bf16 rate), peak memory. Each rank trains its own 8 x 2,048 tokens; parameters bf16, fused AdamW, log-probs
-of the 151,936-token vocabulary in chunks, so that the layers are what is compared. Also checks that the paths agree.
+Prints per path: milliseconds a step (median), tokens/s a GPU, model FLOP/s utilisation against 989 TFLOP/s
+(the card's bf16 rate), peak memory. Each rank trains its own 8 x 2,048 tokens; parameters bf16, fused AdamW,
+log-probs of the 151,936-token vocabulary in chunks, so that the layers are what is compared. Also checks that
+the paths agree.
 """
 
 import os
@@ -26,10 +27,15 @@ from tasks.policy.mesh import make_mesh, reduce_gradients
 PEAK_FLOPS = 989e12
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
-SHAPE = dict(hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
-             num_experts_per_tok=8, moe_intermediate_size=768, intermediate_size=6144, vocab_size=151_936)  # fmt: skip
-SMALL = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8,
-             num_experts_per_tok=2, moe_intermediate_size=32, intermediate_size=64, vocab_size=512)  # fmt: skip
+SHAPE = {
+    "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144,
+    "vocab_size": 151_936,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64, "vocab_size": 512,
+}  # fmt: skip
 LAYERS, ROWS, LENGTH = (4, 8, 2048) if CUDA else (2, 2, 64)
 
 
@@ -37,8 +43,9 @@ def build(path: str, mesh) -> Qwen3MoeForCausalLM:
     """The same random policy for every path; experts are sharded if there are several ranks."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        **(SHAPE if CUDA else SMALL), num_hidden_layers=LAYERS, norm_topk_prob=True, tie_word_embeddings=False,
-        attn_implementation="sdpa", experts_implementation=path if path in ("eager", "grouped_mm") else None,
+        **(SHAPE if CUDA else SMALL), num_hidden_layers=LAYERS, norm_topk_prob=True,
+        tie_word_embeddings=False, attn_implementation="sdpa",
+        experts_implementation=path if path in ("eager", "grouped_mm") else None,
     )  # fmt: skip
     with DEVICE:
         model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16 if CUDA else torch.float32)
@@ -91,7 +98,8 @@ def measure(path: str, mesh, steps: int) -> tuple[dict[str, float], float, Tenso
     middle = statistics.median(seconds[len(seconds) // 3 :])
     tokens = ROWS * LENGTH
     return {
-        "ms": middle * 1e3, "tokens/s": tokens / middle, "MFU %": 100 * flops(model, tokens) / middle / PEAK_FLOPS,
+        "ms": middle * 1e3, "tokens/s": tokens / middle,
+        "MFU %": 100 * flops(model, tokens) / middle / PEAK_FLOPS,
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0,
     }, first_loss, probe  # fmt: skip
 
@@ -102,9 +110,7 @@ def flops(model: Qwen3MoeForCausalLM, tokens: int) -> float:
     attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
     experts = 3 * c.hidden_size * c.moe_intermediate_size * c.num_experts_per_tok
     active = c.num_hidden_layers * (attention + experts) + c.vocab_size * c.hidden_size
-    scores = (
-        c.num_hidden_layers * c.num_attention_heads * c.head_dim * LENGTH
-    )  # 2 products, half of them masked
+    scores = c.num_hidden_layers * c.num_attention_heads * c.head_dim * LENGTH  # half is masked
     return 6 * tokens * (active + scores)
 
 
