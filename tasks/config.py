@@ -122,6 +122,13 @@ class RolloutConfig(Section):
     """Sequences the embedded engine decodes together."""
     lease_seconds: float = Field(60.0, gt=0)
     """A lease that is not renewed for this long passes to another worker."""
+    grace_seconds: float = Field(60.0, ge=0)
+    """What a worker that has to leave (SIGTERM, Spot notice) spends on finishing samples; then it aborts
+    them. Keep it below the pod's termination grace period of 75 s."""
+    metadata_url: str = ""
+    """Metadata service to ask for Spot notices, on EC2 ``http://169.254.169.254``; empty = not asked."""
+    notice_poll_seconds: float = Field(5.0, gt=0)
+    """Time between two questions to the metadata service."""
 
     @property
     def num_portions(self) -> int:
@@ -282,7 +289,9 @@ class CampaignConfig(Section):
         return self
 
     @classmethod
-    def model_validate_json(cls, json_data: str | bytes | bytearray, **kwargs: Any) -> Self:  # what Flyte calls
+    def model_validate_json(
+        cls, json_data: str | bytes | bytearray, **kwargs: Any
+    ) -> Self:  # what Flyte calls
         try:
             return super().model_validate_json(json_data, **kwargs)
         except ValidationError as error:
@@ -312,7 +321,9 @@ def with_overrides(config: CampaignConfig, **overrides: str | int | float | None
 def changes(before: CampaignConfig, after: CampaignConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted field -> (value before, value after) for every field that differs."""
     old, new = _flat(before.model_dump()), _flat(after.model_dump())
-    return {name: (old.get(name), new.get(name)) for name in sorted(old | new) if old.get(name) != new.get(name)}
+    return {
+        name: (old.get(name), new.get(name)) for name in sorted(old | new) if old.get(name) != new.get(name)
+    }
 
 
 def divisors(n: int) -> list[int]:

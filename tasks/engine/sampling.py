@@ -35,7 +35,9 @@ def sample(
         logprob_BV = _truncated(logprob_BV, top_p)
     cumulative_BV = logprob_BV.double().exp().cumsum(dim=-1)
     target_B1 = uniform_B[:, None].to(cumulative_BV.device) * cumulative_BV[:, -1:]
-    token_B = torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1).clamp_(max=logits_BV.shape[1] - 1)
+    token_B = (
+        torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1).clamp_(max=logits_BV.shape[1] - 1)
+    )
     return token_B, _gather(logprob_BV, token_B)
 
 

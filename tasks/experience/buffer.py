@@ -161,6 +161,11 @@ class ExperienceBuffer:
             )
         return int(reply[1])
 
+    def published(self, item: WorkItem, group_ids: Sequence[str]) -> set[str]:
+        """Those of the item's groups that are stored already, by whichever attempt."""
+        found = self._server.read("hmget", self._key(item.iteration, "published"), list(group_ids))
+        return {group_id for group_id, entry in zip(group_ids, found, strict=True) if entry is not None}
+
     def take_rollouts(self, scorer: str, *, iteration: int, max_groups: int) -> list[tuple[str, Group]]:
         """Take groups to score, under the same lease rule as work. The handle names entry and attempt."""
         return [
