@@ -31,9 +31,11 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
         return batch
     buffer = run_buffer(run)
     frame = from_bytes(*(group.payload for group in buffer.scan_scored(iteration)), schema=ScoredFrame)
-    train, rejected, metrics = assemble_frame(frame, run.config, iteration=iteration, policy_version=policy.version)
+    train, rejected, metrics = assemble_frame(
+        frame, run.config, iteration=iteration, policy_version=policy.version
+    )
     for lost in buffer.unscored(iteration):
-        rejected[lost.reason] = rejected.get(lost.reason, 0) + lost.num_samples
+        rejected["unscored"] = rejected.get("unscored", 0) + lost.group.num_samples
     payload = to_bytes(train)
     batch = TrainBatch(
         iteration=iteration,

@@ -85,6 +85,9 @@ class RolloutWorker:
                 is_complete = self._sample_chunks(lease, done, is_lost)
         except LeaseLost:
             return  # another worker has the portion now; its samples are the same
+        except Exception as error:  # may be the portion's fault: counted, or it would go round for ever
+            self.buffer.fail(lease, f"{type(error).__name__}: {str(error)[:200]}")
+            raise
         except BaseException:
             self.buffer.return_(lease)
             raise
@@ -111,7 +114,8 @@ class RolloutWorker:
             groups, num_tokens, is_whole = self.sample(lease, chunk if self.is_deterministic else missing)
             done.num_tokens += num_tokens
             if groups and not is_lost.is_set():
-                self.buffer.publish(lease, groups)
+                seconds = time.monotonic() - start
+                self.buffer.publish(lease, groups, num_tokens=num_tokens, seconds=seconds)
                 done.num_samples += sum(group.num_samples for group in groups)
             if not is_whole:
                 return False
@@ -119,9 +123,7 @@ class RolloutWorker:
         return True
 
     def _known(self, lease: Lease, prompts: Sequence[dict[str, Any]]) -> set[str]:
-        """Groups that an earlier attempt published; a first attempt has none."""
-        if lease.attempt == 1:
-            return set()
+        """Groups of the portion that an earlier attempt published."""
         return self.buffer.published(lease.item, [prompt["prompt_id"] for prompt in prompts])
 
     def sample(self, lease: Lease, prompts: Sequence[dict[str, Any]]) -> tuple[list[Group], int, bool]:
@@ -129,7 +131,8 @@ class RolloutWorker:
         if self.engine.version != lease.item.policy_version:
             raise RuntimeError(
                 f"portion {lease.item.item_id} must be sampled by policy version "
-                f"{lease.item.policy_version}, the engine holds version {self.engine.version}. Load the required version first."
+                f"{lease.item.policy_version}, the engine holds version {self.engine.version}. "
+                "Load the required version first."
             )
         requests = [
             Request(
