@@ -7,8 +7,17 @@ from flytekit import task
 
 from tasks import placement
 from tasks.config import IMMUTABLE_SECTIONS, CampaignConfig, changes, with_overrides
-from tasks.records import CampaignRun, CampaignState, Candidate, Evaluation, PolicyVersion
-from tasks.session import code_revision, is_local_store, open_store, run_buffer, run_store, say, store_folder
+from tasks.records import CampaignRun, CampaignState, Candidate, Evaluation, PolicyVersion, SampleArchive
+from tasks.session import (
+    CURRENT_RUN,
+    code_revision,
+    is_local_store,
+    open_store,
+    run_buffer,
+    run_store,
+    say,
+    store_folder,
+)
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
@@ -38,16 +47,22 @@ def open_campaign(
 
         require_free_space(store_folder(config), int(config.checkpoint.min_free_gb * 2**30))
     root = open_store(config, config.name)
-    lineages = sorted(int(key.rsplit("/", 1)[1].removesuffix(".json")) for key in root.list_objects("lineages/"))
+    lineages = sorted(
+        int(key.rsplit("/", 1)[1].removesuffix(".json")) for key in root.list_objects("lineages/")
+    )
     lineage = (lineages[-1] if lineages else 0) + (1 if fresh or not lineages else 0)
     run = CampaignRun(config=config, lineage=lineage, code_revision=code_revision())
     root.put_object(f"lineages/{lineage:04d}.json", b"{}")
     campaign = run_store(run)
     _refuse_another_lineage(campaign, run)
+    root.replace_object(CURRENT_RUN, run.model_dump_json().encode())
     campaign.put_object(f"config/{config.digest()}.json", config.model_dump_json().encode())
     print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110))
     where = store_folder(config) if is_local_store(config) else config.checkpoint.store
-    say("campaign", f"{run.campaign}, configuration {config.digest()}, code {run.code_revision}, store {where}")
+    say(
+        "campaign",
+        f"{run.campaign}, configuration {config.digest()}, code {run.code_revision}, store {where}",
+    )
     return run
 
 
@@ -60,8 +75,15 @@ def resume(run: CampaignRun) -> CampaignState:
         return CampaignState(versions=[], iterations_done=0)
     manifest = store.manifest(head)
     done, total = manifest.iteration, run.config.schedule.iterations
-    rest = f"continues with iteration {done}" if done < total else f"all {total} iterations are done, nothing to train"
-    say("resume", f"found version {head.version} after {done} iterations: {rest} (--fresh starts a new lineage)")
+    rest = (
+        f"continues with iteration {done}"
+        if done < total
+        else f"all {total} iterations are done, nothing to train"
+    )
+    say(
+        "resume",
+        f"found version {head.version} after {done} iterations: {rest} (--fresh starts a new lineage)",
+    )
     _set_aside_pending(store, run, done)
     oldest = max(0, head.version - run.config.schedule.max_staleness)
     versions = [store.reference(number) for number in range(oldest, head.version + 1)]
@@ -88,14 +110,18 @@ def initialize(run: CampaignRun) -> PolicyVersion:
 
 
 @task(**placement.CPU.task_arguments())
-def publish(run: CampaignRun, candidate: Candidate) -> PolicyVersion:
-    """Commit the candidate's manifest, the one moment at which it becomes a version, then free its experience."""
+def publish(run: CampaignRun, candidate: Candidate, archive: SampleArchive | None = None) -> PolicyVersion:
+    """Commit the candidate's manifest, the one moment at which it becomes a version, then free its
+    experience, which ``archive`` keeps."""
     from tasks.artifacts.manifest import Manifest
 
     start, store = time.monotonic(), run_store(run)
     manifest = Manifest.model_validate_json(candidate.manifest_json)
     parent = store.manifest(manifest.version - 1)
-    if manifest.tensor_digest == parent.tensor_digest and manifest.metrics.get("skipped_steps", 0) < manifest.metrics["steps"]:
+    if (
+        manifest.tensor_digest == parent.tensor_digest
+        and manifest.metrics.get("skipped_steps", 0) < manifest.metrics["steps"]
+    ):
         raise RuntimeError(
             f"version {manifest.version} must differ from version {parent.version} after {manifest.metrics['steps']:.0f} "
             f"optimizer steps, got the same tensor digest {manifest.tensor_digest[:16]}. Stale weights were saved; nothing "
@@ -105,7 +131,7 @@ def publish(run: CampaignRun, candidate: Candidate) -> PolicyVersion:
         update={"seconds": {**manifest.seconds, "publish": time.monotonic() - start}}
     )
     version = store.commit(manifest)
-    if manifest.kind == "iteration":
+    if manifest.kind == "iteration" and archive is not None:
         run_buffer(run).drop(manifest.iteration - 1)
     say(
         "publish",
@@ -145,4 +171,6 @@ def _set_aside_pending(store: "PolicyStore", run: CampaignRun, iterations_done: 
             if samples := buffer.produced(pending).samples:
                 store.put_object(f"set_aside/{pending:06d}-{before.digest()}.json", str(samples).encode())
                 buffer.drop(pending)
-                say("resume", f"{samples} samples of an earlier configuration are rejected", iteration=pending)
+                say(
+                    "resume", f"{samples} samples of an earlier configuration are rejected", iteration=pending
+                )

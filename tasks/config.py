@@ -8,6 +8,7 @@ here and only here; an error says the field, the relation, the values and what t
 import difflib
 import hashlib
 import json
+import math
 from typing import Any, ClassVar, Literal, Self
 
 import click
@@ -106,12 +107,21 @@ class EnvironmentConfig(Section):
 class RolloutConfig(Section):
     engine: Literal["embedded"] = "embedded"
     workers: int = Field(2, ge=1)
-    """Mapped tasks that drain the work queue; on a cluster each is one Spot node."""
+    """Mapped tasks that drain the work queue; on a cluster each is one Spot node. Of no effect for
+    ``standing``."""
+    pool: Literal["tasks", "standing"] = "tasks"
+    """``tasks``: each iteration starts its workers as mapped tasks. ``standing``: workers with warm engines
+    run beside the campaign (``python -m tasks.engine.standing``), and the generate stage waits for them."""
+    standing_timeout_seconds: float = Field(900.0, gt=0)
+    """A standing pool that settles nothing for this long stops the run."""
     prompts_per_iteration: int = Field(512, ge=1)
     group_size: int = Field(8, ge=2)
     """Samples of one prompt. Group-relative advantages of a single sample are always zero, so at least 2."""
+    oversample: float = Field(0.0, ge=0, le=1)
+    """Share of prompts offered beyond ``prompts_per_iteration``. The iteration ends when that many groups are
+    published; stragglers are dropped and counted. Which groups are the first is not repeatable."""
     groups_per_portion: int = Field(64, ge=1)
-    """Prompt groups that one lease covers: what a lost worker may have to redo."""
+    """Prompt groups that one lease covers."""
     max_portions_per_worker: int = Field(0, ge=0)
     """Leases one worker task takes before it leaves the rest to the others; 0 = until the queue is empty. A local run
     executes mapped tasks one after the other, so without it the first worker would do everything."""
@@ -119,7 +129,8 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     batch_size: int = Field(512, ge=1)
-    """Sequences the embedded engine decodes together."""
+    """Sequences the embedded engine decodes, and a worker publishes, together: what a lost worker may have to
+    redo."""
     lease_seconds: float = Field(60.0, gt=0)
     """A lease that is not renewed for this long passes to another worker."""
     grace_seconds: float = Field(60.0, ge=0)
@@ -132,7 +143,16 @@ class RolloutConfig(Section):
 
     @property
     def num_portions(self) -> int:
-        return -(-self.prompts_per_iteration // self.groups_per_portion)
+        return -(-self.prompts_offered // self.groups_per_portion)
+
+    @property
+    def prompts_offered(self) -> int:
+        return math.ceil(self.prompts_per_iteration * (1 + self.oversample))
+
+    @property
+    def quota_groups(self) -> int:
+        """Groups at which an iteration is closed; 0 = when all are done."""
+        return self.prompts_per_iteration if self.oversample else 0
 
     @property
     def samples_per_iteration(self) -> int:
@@ -158,12 +178,13 @@ class RewardConfig(Section):
 
 
 class BufferConfig(Section):
-    url: str = "embedded"
-    """``embedded`` starts a Valkey server beside the store; else ``valkey://`` or ``valkeys://`` (TLS)."""
+    url: str | tuple[str, ...] = "embedded"
+    """``embedded`` starts a Valkey server beside the store; else ``valkey://`` or ``valkeys://`` (TLS). A
+    list spreads the portions over several servers (shards)."""
     port: int = Field(0, ge=0, le=65535)
     """Port of the embedded server; 0 picks a free one."""
     capacity_mb: int = Field(512, ge=1)
-    """Payload bytes of unscored rollouts at which publishing waits (backpressure)."""
+    """Payload bytes of unscored rollouts, on each server, at which publishing waits (backpressure)."""
     max_attempts: int = Field(5, ge=1)
     """Leases of one portion before it is set aside as poisoned."""
 

@@ -55,6 +55,22 @@ def rollout_worker(
     )
 
 
+@task(**placement.CPU.task_arguments())
+def await_rollouts(run: CampaignRun, prompts: PromptSet) -> list[RolloutReport]:
+    """The generate stage of a standing pool: wait until its workers have emptied the queue."""
+    from tasks.engine.pool import await_queue, pool_reports
+
+    await_queue(run, prompts)
+    reports = pool_reports(run, prompts)
+    samples, tokens = sum(r.num_samples for r in reports), sum(r.num_tokens for r in reports)
+    say(
+        "generate",
+        f"{len(reports)} standing workers: {samples} samples, {tokens} tokens",
+        iteration=prompts.iteration,
+    )
+    return reports
+
+
 generate = map_task(rollout_worker, bound_inputs={"run", "prompts", "behavior"}, min_success_ratio=0.5)
 """One mapped task for all iterations (a new one a turn would add a task template to the graph each time). Half of the
 workers may be lost for good: the queue, not the workers, decides whether an iteration is complete."""

@@ -1,8 +1,9 @@
 """One iteration of reinforcement learning, as the algorithm box reads.
 
     behavior ──► offer prompts ──► generate ──► score ──► assemble ──► update policy ──► publish ──► version v + 1
-                                   N workers                               ▲
-                                                       policy (version v) ─┘
+                                   N workers                  │            ▲                ▲
+                                                              │   policy ──┘                │
+                                                              └────────► archive ───────────┘
 
 A plain function that is called while a campaign is unrolled, not a sub-workflow: generation waits only for
 ``behavior``, so with a policy that is some versions older it runs while earlier iterations still train.
@@ -10,12 +11,13 @@ A plain function that is called while a campaign is unrolled, not a sub-workflow
 
 from typing import Any
 
+from tasks.archive import archive
 from tasks.buffer import assemble
 from tasks.checkpoint import publish
 from tasks.prompts import offer_prompts
 from tasks.records import CampaignRun
 from tasks.reward import score
-from tasks.rollout import generate
+from tasks.rollout import await_rollouts, generate
 from tasks.train import UPDATE_POLICY
 
 
@@ -28,10 +30,14 @@ def iteration(run: CampaignRun, k: int, *, behavior: Any, policy: Any) -> Any:
     update_policy = UPDATE_POLICY[run.config.train.topology]
 
     prompts = offer_prompts(run=run, iteration=k, behavior=behavior).with_overrides(node_name=f"prompts-{k}")
-    rollouts = generate(worker=workers, run=run, prompts=prompts, behavior=behavior)
+    if run.config.rollout.pool == "standing":
+        rollouts = await_rollouts(run=run, prompts=prompts)
+    else:
+        rollouts = generate(worker=workers, run=run, prompts=prompts, behavior=behavior)
     rollouts = rollouts.with_overrides(node_name=f"generate-{k}")
     scores = score(run=run, prompts=prompts, behavior=behavior, rollouts=rollouts)
     scores = scores.with_overrides(node_name=f"score-{k}")
     batch = assemble(run=run, scores=scores, policy=policy).with_overrides(node_name=f"assemble-{k}")
+    kept = archive(run=run, batch=batch, policy=policy).with_overrides(node_name=f"archive-{k}")
     trained = update_policy(run=run, batch=batch, policy=policy).with_overrides(node_name=f"update-{k}")
-    return publish(run=run, candidate=trained).with_overrides(node_name=f"publish-{k}")
+    return publish(run=run, candidate=trained, archive=kept).with_overrides(node_name=f"publish-{k}")

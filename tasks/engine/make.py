@@ -39,6 +39,7 @@ def make_worker(
         group_size=rollout.group_size,
         chunk_samples=rollout.batch_size,
         is_deterministic=config.train.deterministic,
+        quota_groups=rollout.quota_groups,
         departure=departure,
     )
 

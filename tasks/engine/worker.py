@@ -28,6 +28,8 @@ from tasks.schema import PromptFrame, RolloutFrame, from_bytes, make_frame, to_b
 POLL_SECONDS = 0.2
 ATTEND_SECONDS = 0.05
 """How soon an engine learns that its lease or its time is over."""
+STRAGGLER_SECONDS = 0.5
+"""How often a worker asks whether the quota is met without it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,6 +56,8 @@ class RolloutWorker:
     chunk_samples: int
     """Samples that are decoded and published together; at least one group."""
     is_deterministic: bool = True
+    quota_groups: int = 0
+    """Published groups at which the iteration is closed, by whoever gets there; 0 = never."""
     departure: Departure = field(default_factory=lambda: Departure(grace_seconds=math.inf))
     _chunk_seconds: float = 0.0
 
@@ -116,11 +120,16 @@ class RolloutWorker:
             if groups and not is_lost.is_set():
                 seconds = time.monotonic() - start
                 self.buffer.publish(lease, groups, num_tokens=num_tokens, seconds=seconds)
+                self._close_if_met(lease.item.iteration)
                 done.num_samples += sum(group.num_samples for group in groups)
             if not is_whole:
                 return False
             self._chunk_seconds = time.monotonic() - start
         return True
+
+    def _close_if_met(self, iteration: int) -> None:
+        if self.quota_groups and self.buffer.num_published(iteration) >= self.quota_groups:
+            self.buffer.close(iteration)
 
     def _known(self, lease: Lease, prompts: Sequence[dict[str, Any]]) -> set[str]:
         """Groups of the portion that an earlier attempt published."""
@@ -183,11 +192,14 @@ class RolloutWorker:
         """While the block runs, renew the lease three times per period, and stop the engine once the lease or
         the worker's time is over. The event says that the lease is lost."""
         is_over, is_lost = threading.Event(), threading.Event()
+        period = self.buffer.lease_seconds / 3
+        if self.quota_groups:  # a closed iteration voids its leases, and stragglers should learn that soon
+            period = min(period, STRAGGLER_SECONDS)
 
         def attend() -> None:
             renewed = time.monotonic()
-            while not is_over.wait(min(ATTEND_SECONDS, self.buffer.lease_seconds / 3)):
-                if time.monotonic() - renewed > self.buffer.lease_seconds / 3 and not is_lost.is_set():
+            while not is_over.wait(min(ATTEND_SECONDS, period)):
+                if time.monotonic() - renewed > period and not is_lost.is_set():
                     renewed = time.monotonic()
                     if not self.buffer.renew(lease):
                         is_lost.set()

@@ -3,8 +3,8 @@
 Every iteration has its own work stream, rollout stream and scored hash under the hash tag ``{campaign}`` on
 each server (shard). A portion and all its groups live on shard ``portion % shards``, so every write is one
 Lua script (``scripts.py``) on one shard, idempotent by id and fenced by (worker, attempt). A lost
-connection may therefore be retried blindly: the worst case is a reply that calls a group a duplicate which the lost reply
-called new, or a lease that nobody knows of and that expires.
+connection may therefore be retried blindly: the worst case is a reply that calls a group a duplicate which
+the lost reply called new, or a lease that nobody knows of and that expires.
 
 ``close`` ends an iteration's generation: no more leases, no more groups; ``drop`` frees it whole.
 
@@ -13,7 +13,7 @@ groups that wait for a scorer, so a scorer must run beside the workers or ``capa
 hold a whole iteration.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -38,7 +38,10 @@ class ExperienceBuffer:
         max_attempts: int,
         capacity_bytes: int,
         reconnect_seconds: float = 30.0,
+        revive: Callable[[], object] = lambda: None,
     ) -> None:
+        """``revive`` is called when a connection is lost, before it is tried again: it may restart a
+        server."""
         if not campaign or set("{}") & set(campaign):
             raise ValueError(
                 f"campaign must be a name without braces, got {campaign!r}. Rename the campaign."
@@ -54,7 +57,7 @@ class ExperienceBuffer:
         self._max_attempts = max_attempts
         self._capacity_bytes = capacity_bytes
         urls = [url] if isinstance(url, str) else url
-        self._shards = Shards(urls, campaign, reconnect_seconds=reconnect_seconds)
+        self._shards = Shards(urls, campaign, reconnect_seconds=reconnect_seconds, revive=revive)
 
     # ---- work ----
 

@@ -286,12 +286,13 @@ count('groups_published', -1)
 count('refused', field(fields, 'samples'))
 call('HSET', barred, worker, ARGV[4])
 local packed = call('HGET', done, item)
+if is_closed() then return {1, worker} end
 if packed then
   call('XADD', work, '*', unpack(cmsgpack.unpack(packed)))
   call('HDEL', done, item)
   call('HDEL', settled, item)
   count('settled', -1)
-elseif not is_closed() then
+else
   call('SADD', redo, item)
 end
 return {1, worker}

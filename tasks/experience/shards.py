@@ -1,7 +1,7 @@
 """The servers that one campaign's buffer is spread over: which one holds what, and how all are asked."""
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tasks.experience import scripts
@@ -22,11 +22,13 @@ Taken = tuple[int, str, int, dict[bytes, bytes]]
 class Shards:
     """A fixed list of servers; its order and length are part of an iteration: scripts refuse another list."""
 
-    def __init__(self, urls: Sequence[str], campaign: str, *, reconnect_seconds: float) -> None:
+    def __init__(
+        self, urls: Sequence[str], campaign: str, *, reconnect_seconds: float, revive: Callable[[], object]
+    ) -> None:
         if not urls or len(set(urls)) < len(urls):
             raise ValueError("buffer.url must name one or more different servers. Remove repetitions.")
         self.campaign = campaign
-        self.servers = [Server(url, reconnect_seconds=reconnect_seconds) for url in urls]
+        self.servers = [Server(url, reconnect_seconds=reconnect_seconds, revive=revive) for url in urls]
         self.numbers = range(len(self.servers))
 
     def of(self, item: WorkItem) -> int:

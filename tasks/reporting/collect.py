@@ -81,6 +81,7 @@ def campaign_ledger(store: "PolicyStore", run: CampaignRun, manifests: list[Mani
             pending=0,
             oldest_policy_version=sampled_by,
             newest_policy_version=sampled_by,
+            unsampled=max(0, batch.offered - batch.produced + batch.rejected.get("refused", 0)),
         )
     done = max(entries, default=-1) + 1
     for iteration in range(done, done + run.config.schedule.max_staleness + 1):
@@ -89,8 +90,12 @@ def campaign_ledger(store: "PolicyStore", run: CampaignRun, manifests: list[Mani
     for key in store.list_objects("set_aside/"):
         iteration, count = int(key.split("/")[1].split("-")[0]), int(store.get_object(key))
         entry = entries.get(iteration) or _unpublished(iteration, pending=0)
-        rejected = entry.rejected | {"configuration_changed": entry.rejected.get("configuration_changed", 0) + count}
-        entries[iteration] = entry.model_copy(update={"produced": entry.produced + count, "rejected": rejected})
+        rejected = entry.rejected | {
+            "configuration_changed": entry.rejected.get("configuration_changed", 0) + count
+        }
+        entries[iteration] = entry.model_copy(
+            update={"produced": entry.produced + count, "rejected": rejected}
+        )
     return CampaignLedger(iterations=tuple(entries[iteration] for iteration in sorted(entries)))
 
 
