@@ -35,13 +35,20 @@ def buffer(valkey_url, campaign):
     return ExperienceBuffer(valkey_url, campaign, lease_seconds=1.0, max_attempts=3, capacity_bytes=2**20)
 
 
-def put(buffer, num_portions, version=5):
+def put(buffer, num_portions, version=5, iteration=2):
+    rows = {
+        portion: [
+            {"iteration": iteration, "prompt_id": f"{portion}-{g}", "prompt_ids": [2, 5 + g, 3]}
+            for g in (0, 1)
+        ]
+        for portion in range(num_portions)
+    }
     items = [
         WorkItem(
-            iteration=2, portion=p, policy_version=version, num_groups=2, num_samples=2 * GROUP_SIZE,
-            payload=to_bytes(make_frame([dict(iteration=2, prompt_id=f"{p}-{g}", prompt_ids=[2, 5 + g, 3]) for g in (0, 1)], PromptFrame)),
+            iteration=iteration, portion=portion, policy_version=version, num_groups=2,
+            num_samples=2 * GROUP_SIZE, payload=to_bytes(make_frame(part, PromptFrame)),
         )
-        for p in range(num_portions)
+        for portion, part in rows.items()
     ]  # fmt: skip
     return buffer.put_work(items)
 

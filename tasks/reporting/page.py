@@ -14,6 +14,7 @@ from tasks.artifacts.manifest import Manifest
 from tasks.reporting import charts
 from tasks.reporting.charts import Line, Point
 from tasks.reporting.collect import CampaignRecord
+from tasks.reporting.operations import generation_section
 
 if TYPE_CHECKING:
     import polars as pl
@@ -27,8 +28,7 @@ MAX_ROWS = 200
 """Rows of a table, newest first to be kept; ``metrics.jsonl`` holds all."""
 MAX_BARS = 40
 MAX_TEXT = 600
-NUM_GROUPS, NUM_RESPONSES = 2, 6
-"""Sample groups at each end of the ranking, and distinct responses shown of each."""
+NUM_GROUPS, NUM_RESPONSES = 2, 6  # at each end of the ranking, distinct ones of each
 
 HEALTH = (
     ("kl_k3", "KL to the sampling policy (k3)", "nats per token, while training"),
@@ -50,6 +50,7 @@ def html_page(record: CampaignRecord, store: "PolicyStore") -> str:
         reward_section(record),
         health_section(record.iterations),
         time_section(record.manifests),
+        generation_section(record),
         stored_rollouts(record, store),
         ledger_section(record),
         lineage_section(record.manifests),
@@ -292,7 +293,7 @@ def ledger_section(record: CampaignRecord) -> str:
     for entry in ledger.iterations[-MAX_ROWS:]:
         versions = f"{entry.oldest_policy_version}-{entry.newest_policy_version}"
         counts = (entry.produced, entry.trained, entry.num_rejected, entry.pending, entry.balance())
-        rows.append((entry.iteration, versions, *(f"{n:,}" for n in counts), _reasons(entry.rejected)))
+        rows.append((entry.iteration, versions, *(f"{n:,}" for n in counts), escape(entry.reasons())))
     num_rejected = sum(totals.rejected.values())
     counts = (totals.produced, totals.trained, num_rejected, totals.pending)
     off = totals.produced - totals.trained - num_rejected - totals.pending
