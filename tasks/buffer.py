@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from flytekit import task
 
 from tasks import placement
-from tasks.records import CampaignRun, PolicyVersion, ScoreReport, TrainBatch
-from tasks.session import run_buffer, run_store, say
+from tasks.records import CampaignRun, PolicyVersion, ScoreReport, TrainBatch, WorkerThroughput
+from tasks.session import batch_name, find_sealed, run_buffer, run_store, say
 
 if TYPE_CHECKING:
     import polars as pl
@@ -25,9 +25,9 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
     from tasks.schema import ScoredFrame, from_bytes, to_bytes
 
     start, iteration, store = time.monotonic(), scores.iteration, run_store(run)
-    name = f"batches/{iteration:06d}-{run.config.digest()}"
-    if sealed := store.find_object(f"{name}.json"):
-        batch = TrainBatch.model_validate_json(sealed).model_copy(update={"sealed_at": time.time()})
+    name = batch_name(run, iteration)
+    if sealed := find_sealed(run, iteration):
+        batch = sealed.model_copy(update={"sealed_at": time.time()})
         say("assemble", f"sealed before: {batch.num_samples} samples", iteration=iteration)
         return batch
     buffer = run_buffer(run)
@@ -36,7 +36,10 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
         frame, run.config, iteration=iteration, policy_version=policy.version
     )
     for lost in buffer.unscored(iteration):
-        rejected[lost.reason] = rejected.get(lost.reason, 0) + lost.num_samples
+        rejected["unscored"] = rejected.get("unscored", 0) + lost.group.num_samples
+    produced, shares = buffer.produced(iteration), buffer.progress(iteration).workers
+    if produced.refused:
+        rejected["refused"] = produced.refused
     payload = to_bytes(train)
     batch = TrainBatch(
         iteration=iteration,
@@ -45,11 +48,17 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
         sha256=hashlib.sha256(payload).hexdigest(),
         num_samples=len(train),
         behavior_version=scores.behavior_version,
-        produced=buffer.produced(iteration).samples,
+        produced=produced.samples,
         rejected=rejected,
         metrics={**_score_metrics(scores), **metrics},
         seconds=_stage_seconds(scores, time.monotonic() - start),
         sealed_at=time.time(),
+        offered=run.config.rollout.prompts_offered * run.config.rollout.group_size,
+        late=produced.late,
+        workers={
+            name: WorkerThroughput(samples=share.samples, tokens=share.tokens, seconds=share.seconds)
+            for name, share in shares.items()
+        },
     )
     _require_signal(train, rejected, iteration)
     store.put_object(batch.key, payload)

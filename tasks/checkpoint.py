@@ -7,8 +7,17 @@ from flytekit import task
 
 from tasks import placement
 from tasks.config import IMMUTABLE_SECTIONS, CampaignConfig, changes, with_overrides
-from tasks.records import CampaignRun, CampaignState, Candidate, Evaluation, PolicyVersion
-from tasks.session import code_revision, is_local_store, open_store, run_buffer, run_store, say, store_folder
+from tasks.records import CampaignRun, CampaignState, Candidate, Evaluation, PolicyVersion, SampleArchive
+from tasks.session import (
+    CURRENT_RUN,
+    code_revision,
+    is_local_store,
+    open_store,
+    run_buffer,
+    run_store,
+    say,
+    store_folder,
+)
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
@@ -46,6 +55,7 @@ def open_campaign(
     root.put_object(f"lineages/{lineage:04d}.json", b"{}")
     campaign = run_store(run)
     _refuse_another_lineage(campaign, run)
+    root.replace_object(CURRENT_RUN, run.model_dump_json().encode())
     campaign.put_object(f"config/{config.digest()}.json", config.model_dump_json().encode())
     print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110))
     where = store_folder(config) if is_local_store(config) else config.checkpoint.store
@@ -103,8 +113,9 @@ def initialize(run: CampaignRun) -> PolicyVersion:
 
 
 @task(**placement.CPU.task_arguments())
-def publish(run: CampaignRun, candidate: Candidate) -> PolicyVersion:
-    """Commit the manifest, the one moment at which a candidate becomes a version; free its experience."""
+def publish(run: CampaignRun, candidate: Candidate, archive: SampleArchive | None = None) -> PolicyVersion:
+    """Commit the candidate's manifest, the one moment at which it becomes a version, then free its
+    experience, which ``archive`` keeps."""
     from tasks.artifacts.manifest import Manifest
 
     start, store = time.monotonic(), run_store(run)
@@ -124,7 +135,7 @@ def publish(run: CampaignRun, candidate: Candidate) -> PolicyVersion:
         update={"seconds": {**manifest.seconds, "publish": time.monotonic() - start}}
     )
     version = store.commit(manifest)
-    if manifest.kind == "iteration":
+    if manifest.kind == "iteration" and archive is not None:
         run_buffer(run).drop(manifest.iteration - 1)
     say(
         "publish",

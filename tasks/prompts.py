@@ -6,7 +6,7 @@ from flytekit import task
 
 from tasks import placement
 from tasks.records import CampaignRun, PolicyVersion, PromptSet, TrainBatch
-from tasks.session import WEIGHTS, run_buffer, run_environment, run_store, say
+from tasks.session import WEIGHTS, find_sealed, run_buffer, run_environment, run_store, say
 
 
 @task(**placement.CPU.task_arguments())
@@ -17,9 +17,18 @@ def offer_prompts(run: CampaignRun, iteration: int, behavior: PolicyVersion) -> 
     from tasks.schema import PromptFrame, make_frame, to_bytes
 
     rollout, environment = run.config.rollout, run_environment(run)
+    if find_sealed(run, iteration):
+        say("prompts", "the iteration's batch is sealed: nothing is sampled again", iteration=iteration)
+        return PromptSet(
+            iteration=iteration,
+            behavior_version=behavior.version,
+            num_portions=0,
+            num_groups=0,
+            num_samples=0,
+        )
     tokenizer = load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS))
-    first = iteration * rollout.prompts_per_iteration
-    prompts = [environment.train_prompt(first + i) for i in range(rollout.prompts_per_iteration)]
+    first = iteration * rollout.prompts_offered
+    prompts = [environment.train_prompt(first + i) for i in range(rollout.prompts_offered)]
     rows = [
         {"iteration": iteration, "prompt_id": p.prompt_id, "prompt_ids": prompt_ids(tokenizer, p.text)}
         for p in prompts
@@ -39,14 +48,19 @@ def offer_prompts(run: CampaignRun, iteration: int, behavior: PolicyVersion) -> 
     buffer = run_buffer(run)
     buffer.check_server()
     added = buffer.put_work(items)
+    over = f", {rollout.oversample:.0%} more than are needed" if rollout.oversample else ""
     known = f", {len(items) - added} were there before" if added < len(items) else ""
-    say("prompts", f"{len(rows)} x {rollout.group_size} in {len(items)} portions{known}", iteration=iteration)
+    say(
+        "prompts",
+        f"{len(rows)} x {rollout.group_size} in {len(items)} portions{over}{known}",
+        iteration=iteration,
+    )
     return PromptSet(
         iteration=iteration,
         behavior_version=behavior.version,
         num_portions=len(items),
         num_groups=len(rows),
-        num_samples=rollout.samples_per_iteration,
+        num_samples=len(rows) * rollout.group_size,
     )
 
 

@@ -4,6 +4,8 @@ Shared by every task, so this file imports nothing heavy. ``PolicyVersion`` live
 it.
 """
 
+from pydantic import Field
+
 from tasks.artifacts.version import PolicyVersion
 from tasks.config import CampaignConfig
 from tasks.section import Section
@@ -82,6 +84,14 @@ class ScoreReport(Section):
     score_seconds: float
 
 
+class WorkerThroughput(Section):
+    """What one worker published of an iteration, and the seconds it sampled for it."""
+
+    samples: int
+    tokens: int
+    seconds: float
+
+
 class TrainBatch(Section):
     """A sealed batch and its ledger: every produced sample is in it or rejected with a reason."""
 
@@ -100,6 +110,20 @@ class TrainBatch(Section):
     seconds: dict[str, float]
     sealed_at: float
     """Unix time; what passes until the trainer computes is start-up."""
+    offered: int = 0
+    """Samples whose prompts were put on the queue; more than ``produced`` where a quota was met early."""
+    late: int = 0
+    """Samples that came after the quota was met and were not stored."""
+    workers: dict[str, WorkerThroughput] = Field(default_factory=dict)
+
+
+class SampleArchive(Section):
+    """Every sample of an iteration with its fate, in the store."""
+
+    iteration: int
+    key: str
+    num_samples: int
+    num_bytes: int
 
 
 class Candidate(Section):

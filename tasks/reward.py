@@ -6,8 +6,8 @@ from typing import Any
 from flytekit import task
 
 from tasks import placement
-from tasks.records import CampaignRun, PolicyVersion, PromptSet, RolloutReport, ScoreReport
-from tasks.session import WEIGHTS, run_buffer, run_environment, run_store, say
+from tasks.records import CampaignRun, PolicyVersion, PromptSet, RolloutReport, ScoreReport, TrainBatch
+from tasks.session import WEIGHTS, find_sealed, run_buffer, run_environment, run_store, say
 
 GROUPS_PER_TAKE = 128
 
@@ -17,20 +17,39 @@ def score(
     run: CampaignRun, prompts: PromptSet, behavior: PolicyVersion, rollouts: list[RolloutReport | None]
 ) -> ScoreReport:
     """Verify every published sample of the iteration exactly once; the queue must be empty."""
-    from tasks.environments.scoring import score_groups
+    from tasks.engine.pool import await_queue
+    from tasks.environments.scoring import readable, score_groups
     from tasks.policy.tokenizer import load_tokenizer
 
     start, buffer, iteration = time.monotonic(), run_buffer(run), prompts.iteration
+    if sealed := find_sealed(run, iteration):
+        return _report_of(sealed)
+    environment, tokenizer = (
+        run_environment(run),
+        load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS)),
+    )
+
+    def score_waiting() -> None:
+        while taken := buffer.take_rollouts("score", iteration=iteration, max_groups=GROUPS_PER_TAKE):
+            groups, unreadable = readable(taken)
+            for handle, reason in unreadable:
+                worker = buffer.refuse_rollout("score", iteration, handle, reason)
+                say("score", f"refused a group of worker {worker}, barred: {reason}", iteration=iteration)
+            buffer.publish_scored("score", iteration, score_groups(groups, environment, tokenizer))
+
+    score_waiting()
+    while run.config.rollout.pool == "standing" and buffer.outstanding(
+        iteration
+    ):  # refused groups come again
+        await_queue(run, prompts)
+        score_waiting()
     if waiting := buffer.outstanding(iteration):
         raise RuntimeError(
             f"iteration {iteration} must have no portion left on the queue, got {waiting} of "
-            f"{prompts.num_portions}: too many workers were lost. Nothing is lost with them; run the "
+            f"{prompts.num_portions}: workers were lost or barred. Nothing is lost with them; run the "
             "campaign again to go on from here."
         )
-    environment = run_environment(run)
-    tokenizer = load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS))
-    while taken := buffer.take_rollouts("score", iteration=iteration, max_groups=GROUPS_PER_TAKE):
-        buffer.publish_scored("score", iteration, score_groups(taken, environment, tokenizer))
+    buffer.close(iteration)  # from here on the iteration's counts are final
     reports = [report for report in rollouts if report is not None]
     return _report(run, buffer, prompts, reports, start)
 
@@ -75,6 +94,25 @@ def _report(
         iteration=iteration,
     )
     return report
+
+
+def _report_of(sealed: TrainBatch) -> ScoreReport:
+    """Of an iteration that was sealed before; assembly hands that batch on whatever this says."""
+    metrics, seconds = sealed.metrics, sealed.seconds
+    return ScoreReport(
+        iteration=sealed.iteration,
+        behavior_version=sealed.behavior_version,
+        num_samples=sealed.produced,
+        num_failures=int(metrics["failures"]),
+        reward_mean=metrics["reward"],
+        exact_share=metrics["exact_match"],
+        finished_share=metrics["finished"],
+        response_tokens_mean=metrics["response_tokens"],
+        generate_seconds=seconds["generate"] + seconds["load_engine"],
+        generate_load_seconds=seconds["load_engine"],
+        generated_tokens=int(metrics["generated_tokens"]),
+        score_seconds=seconds["score"],
+    )
 
 
 def _mean(column: Any) -> float:

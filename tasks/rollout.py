@@ -16,31 +16,33 @@ def rollout_worker(
     worker: int, run: CampaignRun, prompts: PromptSet, behavior: PolicyVersion
 ) -> RolloutReport:
     """One worker: load the policy, then lease, sample, publish and settle until the queue is empty."""
-    from tasks.engine.make import make_engine, sampling_params
-    from tasks.engine.worker import drain_queue
+    from tasks.engine.make import make_engine, make_worker
+    from tasks.engine.notices import departing
 
     start = time.monotonic()
     config, name = run.config.rollout, f"{worker}@{socket.gethostname()}:{os.getpid()}"
     folder = run_store(run).pull(behavior, without=OPTIMIZER)
     engine = make_engine(config, dtype=run.config.model.dtype)
-    engine.load(folder, behavior.version)
-    loaded = time.monotonic()
-    done = drain_queue(
-        engine,
-        run_buffer(run),
-        worker=name,
-        iteration=prompts.iteration,
-        params=sampling_params(config, folder),
-        base_seed=run.config.seed,
-        group_size=config.group_size,
-        max_portions=config.max_portions_per_worker,
-    )
+    with departing(
+        grace_seconds=config.grace_seconds,
+        metadata_url=config.metadata_url,
+        poll_seconds=config.notice_poll_seconds,
+    ) as departure:
+        engine.load(folder, behavior.version)
+        loaded = time.monotonic()
+        member = make_worker(
+            run.config, engine, run_buffer(run), folder=folder, name=name, departure=departure
+        )
+        done = member.drain(prompts.iteration, max_portions=config.max_portions_per_worker)
+    seconds = time.monotonic() - start
+    returned = f", {done.num_returned} returned on {departure.reason}" if departure.is_due else ""
     say(
         "generate",
         f"worker {worker}: {done.num_portions} portions, {done.num_samples} samples of v{behavior.version}, "
-        f"{done.num_tokens / max(done.seconds, 1e-9):,.0f} tokens/s, {time.monotonic() - start:.1f} s",
+        f"{done.num_tokens / max(done.seconds, 1e-9):,.0f} tokens/s, {seconds:.1f} s{returned}",
         iteration=prompts.iteration,
     )
+    departure.exit()
     return RolloutReport(
         iteration=prompts.iteration,
         worker=name,
@@ -48,9 +50,25 @@ def rollout_worker(
         num_portions=done.num_portions,
         num_samples=done.num_samples,
         num_tokens=done.num_tokens,
-        seconds=time.monotonic() - start,
+        seconds=seconds,
         load_seconds=loaded - start,
     )
+
+
+@task(**placement.CPU.task_arguments())
+def await_rollouts(run: CampaignRun, prompts: PromptSet) -> list[RolloutReport]:
+    """The generate stage of a standing pool: wait until its workers have emptied the queue."""
+    from tasks.engine.pool import await_queue, pool_reports
+
+    await_queue(run, prompts)
+    reports = pool_reports(run, prompts)
+    samples, tokens = sum(r.num_samples for r in reports), sum(r.num_tokens for r in reports)
+    say(
+        "generate",
+        f"{len(reports)} standing workers: {samples} samples, {tokens} tokens",
+        iteration=prompts.iteration,
+    )
+    return reports
 
 
 generate = map_task(rollout_worker, bound_inputs={"run", "prompts", "behavior"}, min_success_ratio=0.5)

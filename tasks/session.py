@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.config import CampaignConfig
-from tasks.records import CampaignRun
+from tasks.records import CampaignRun, TrainBatch
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 WEIGHTS, OPTIMIZER = "*.safetensors*", "optimizer*"
 """Files of a version that a task leaves in the store when it pulls the rest."""
+CURRENT_RUN = "current.json"
+"""Object under a campaign's name: the run that was started last, for standing workers to follow."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -55,18 +57,35 @@ def run_buffer(run: CampaignRun, *, digest: str = "") -> "ExperienceBuffer":
     from tasks.experience.buffer import ExperienceBuffer
 
     config = run.config.buffer
-    url = config.url
-    if url == "embedded":
-        from tasks.embedded.valkey import ensure_valkey
-
-        url = ensure_valkey(store_folder(run.config), port=config.port)
+    named = [config.url] if isinstance(config.url, str) else config.url
     return ExperienceBuffer(
-        url,
+        [_server(run.config, shard, url) for shard, url in enumerate(named)],
         f"{run.campaign}@{digest or run.config.digest()}",  # samples made under other rules are other samples
         lease_seconds=run.config.rollout.lease_seconds,
         max_attempts=config.max_attempts,
         capacity_bytes=config.capacity_mb * 2**20,
+        revive=lambda: [_server(run.config, shard, url) for shard, url in enumerate(named)],
     )
+
+
+def _server(config: CampaignConfig, shard: int, url: str) -> str:
+    if url != "embedded":
+        return url
+    from tasks.embedded.valkey import ensure_valkey
+
+    folder = store_folder(config) / f"shard-{shard}" if shard else store_folder(config)
+    return ensure_valkey(folder, port=config.buffer.port if shard == 0 else 0)
+
+
+def batch_name(run: CampaignRun, iteration: int) -> str:
+    """Key of an iteration's sealed batch, without its ending; what it was made of is named alike."""
+    return f"batches/{iteration:06d}-{run.config.digest()}"
+
+
+def find_sealed(run: CampaignRun, iteration: int) -> TrainBatch | None:
+    """The iteration's batch, if it was sealed before: then nothing of it is sampled or scored again."""
+    sealed = run_store(run).find_object(f"{batch_name(run, iteration)}.json")
+    return TrainBatch.model_validate_json(sealed) if sealed else None
 
 
 def run_environment(run: CampaignRun) -> "Environment":

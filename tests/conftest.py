@@ -39,6 +39,13 @@ def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> str:
     return ensure_valkey(tmp_path_factory.mktemp("buffer"))
 
 
+@pytest.fixture(scope="session")
+def shard_urls(tmp_path_factory: pytest.TempPathFactory, valkey_url: str) -> list[str]:
+    from tasks.embedded.valkey import ensure_valkey
+
+    return [valkey_url, ensure_valkey(tmp_path_factory.mktemp("shard"))]
+
+
 @pytest.fixture
 def campaign() -> str:
     return f"test-{uuid.uuid4().hex[:8]}"

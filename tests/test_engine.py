@@ -102,6 +102,47 @@ def test_temperature_zero_is_greedy(engine, folder):
         ids.append(token)
 
 
+class AbortsAfter:
+    """Sampling parameters that abort the engine at the n-th look at ``temperature``: once a decoding step."""
+
+    def __init__(self, engine, step):
+        self.engine, self.steps_left, self.max_new_tokens, self.top_p, self.stop_ids = (
+            engine,
+            step,
+            12,
+            1.0,
+            frozenset({1}),
+        )
+
+    @property
+    def temperature(self):
+        self.steps_left -= 1
+        if self.steps_left == 0:
+            self.engine.abort()
+        return 1.0
+
+
+def test_abort_returns_between_steps_with_what_was_sampled_so_far(engine):
+    whole = engine.generate(REQUESTS, params())
+    cut = engine.generate(REQUESTS, AbortsAfter(engine, 3))
+    reasons = set()
+    for before, after in zip(whole, cut, strict=True):
+        for long, short in zip(before, after, strict=True):
+            assert short.response_ids == long.response_ids[:3] and short.logprobs == long.logprobs[:3]
+            assert short.finish_reason == ("abort" if len(long.response_ids) > 3 else long.finish_reason)
+            reasons.add(short.finish_reason)
+    assert "abort" in reasons
+    assert tokens(engine.generate(REQUESTS, params())) == tokens(whole), "an abort ends with its call"
+
+
+def test_batches_behind_an_abort_are_not_begun(folder):
+    engine = EmbeddedEngine(batch_size=2)
+    engine.load(folder, 7)
+    first, *_, last = engine.generate(REQUESTS, AbortsAfter(engine, 1))
+    assert len(first[0].response_ids) == 1 and last[0].response_ids == []
+    assert last[0].finish_reason == "abort"
+
+
 def test_an_engine_without_a_policy_refuses_to_generate(tmp_path):
     engine = EmbeddedEngine(batch_size=4)
     with pytest.raises(RuntimeError, match="load a policy version"):

@@ -1,13 +1,21 @@
 """The worker loop on a real queue."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from policies import save_tiny_policy
 
 from tasks.engine.embedded import EmbeddedEngine
+from tasks.engine.notices import Departure
 from tasks.engine.protocol import SamplingParams
-from tasks.engine.worker import drain_queue
+from tasks.engine.worker import RolloutWorker
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.errors import PolicyVersionMismatch
 from tasks.experience.records import WorkItem
@@ -27,29 +35,36 @@ def buffer(valkey_url, campaign):
     return ExperienceBuffer(valkey_url, campaign, lease_seconds=1.0, max_attempts=3, capacity_bytes=2**20)
 
 
-def prompt(portion, group):
-    return {"iteration": 2, "prompt_id": f"{portion}-{group}", "prompt_ids": [2, 5 + group, 3]}
-
-
-def put(buffer, num_portions, version=5):
+def put(buffer, num_portions, version=5, iteration=2):
+    rows = {
+        portion: [
+            {"iteration": iteration, "prompt_id": f"{portion}-{g}", "prompt_ids": [2, 5 + g, 3]}
+            for g in (0, 1)
+        ]
+        for portion in range(num_portions)
+    }
     items = [
         WorkItem(
-            iteration=2, portion=p, policy_version=version, num_groups=2, num_samples=2 * GROUP_SIZE,
-            payload=to_bytes(make_frame([prompt(p, g) for g in (0, 1)], PromptFrame)),
+            iteration=iteration, portion=portion, policy_version=version, num_groups=2,
+            num_samples=2 * GROUP_SIZE, payload=to_bytes(make_frame(part, PromptFrame)),
         )
-        for p in range(num_portions)
+        for portion, part in rows.items()
     ]  # fmt: skip
     return buffer.put_work(items)
 
 
-def work(buffer, folder, worker, *, max_portions=0, version=5, engine=None):
+def member(buffer, name, *, engine, **changes):
+    changes = {"chunk_samples": GROUP_SIZE, **changes}
+    return RolloutWorker(
+        engine=engine, buffer=buffer, name=name, params=PARAMS, base_seed=0, group_size=GROUP_SIZE, **changes
+    )
+
+
+def work(buffer, folder, worker, *, max_portions=0, version=5, engine=None, **changes):
     engine = engine or EmbeddedEngine(batch_size=16)
     if engine.version is None:
         engine.load(folder, version)
-    return drain_queue(
-        engine, buffer, worker=worker, iteration=2, params=PARAMS, base_seed=0, group_size=GROUP_SIZE,
-        max_portions=max_portions,
-    )  # fmt: skip
+    return member(buffer, worker, engine=engine, **changes).drain(2, max_portions=max_portions)
 
 
 def published(buffer):
@@ -116,10 +131,153 @@ class Slow(EmbeddedEngine):
 def test_a_slow_worker_renews_its_lease(buffer, folder):
     put(buffer, 1)
     thread = threading.Thread(
-        target=work, args=(buffer, folder, "slow"), kwargs={"engine": Slow(batch_size=16)}
+        target=work,
+        args=(buffer, folder, "slow"),
+        kwargs={"engine": Slow(batch_size=16), "chunk_samples": 16},
     )
     thread.start()
     threading.Event().wait(1.8)
     assert buffer.lease("thief", iteration=2, policy_version=5) == []
     thread.join()
     assert len(published(buffer)) == 2 * GROUP_SIZE and buffer.outstanding(2) == 0
+
+
+class Interrupted(EmbeddedEngine):
+    """Runs ``then`` before its n-th call; counts calls and tokens."""
+
+    def __init__(self, *, call=0, then=lambda: None):
+        super().__init__(batch_size=16)
+        self.call, self.then, self.calls, self.tokens = call, then, 0, 0
+
+    def generate(self, requests, params):
+        self.calls += 1
+        if self.calls == self.call:
+            self.then()
+        completions = super().generate(requests, params)
+        self.tokens += sum(len(c.response_ids) for group in completions for c in group)
+        return completions
+
+
+def test_a_worker_goes_on_behind_the_last_published_chunk_of_a_lost_one(buffer, folder):
+    put(buffer, 1)  # two groups, two chunks
+
+    def vanish():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work(buffer, folder, "a", engine=Interrupted(call=2, then=vanish))
+    engine = Interrupted()
+    assert work(buffer, folder, "b", engine=engine).num_samples == GROUP_SIZE and engine.calls == 1
+    assert len(published(buffer)) == 2 * GROUP_SIZE and buffer.progress(2).duplicates == 0
+
+
+def test_a_leaving_worker_finishes_what_fits_and_takes_nothing_new(buffer, folder):
+    put(buffer, 3)
+    departure = Departure(grace_seconds=60)
+    engine = Interrupted(call=1, then=lambda: departure.begin("SIGTERM"))
+    done = work(buffer, folder, "a", engine=engine, departure=departure)
+    assert (done.num_portions, done.num_returned) == (1, 0)
+    assert len(buffer.lease("b", iteration=2, policy_version=5, max_items=9)) == 2
+
+
+def test_a_leaving_worker_without_time_returns_the_rest_at_once(buffer, folder):
+    put(buffer, 1)
+    departure = Departure(grace_seconds=0)
+    engine = Interrupted(call=2, then=lambda: departure.begin("SIGTERM"))
+    done = work(buffer, folder, "a", engine=engine, departure=departure, chunk_samples=1)
+    assert done.num_portions + done.num_returned == 1
+    rest = Interrupted()
+    work(buffer, folder, "b", engine=rest)
+    assert len(published(buffer)) == 2 * GROUP_SIZE and buffer.progress(2).duplicates == 0
+
+
+class Endless(EmbeddedEngine):
+    """Decodes until it is aborted, then like its parent."""
+
+    def generate(self, requests, params):
+        self._is_aborted.clear()
+        assert self._is_aborted.wait(10)
+        completions = super().generate(requests, params)
+        return [[replace(c, finish_reason="abort") for c in group] for group in completions]
+
+
+def test_the_deadline_aborts_the_engine_and_the_lease_is_free_for_others(buffer, folder):
+    put(buffer, 1)
+    departure = Departure(grace_seconds=0.3)
+    threading.Timer(0.2, departure.begin, ["SIGTERM"]).start()
+    start = time.monotonic()
+    done = work(buffer, folder, "a", engine=Endless(batch_size=16), departure=departure)
+    assert 0.4 < time.monotonic() - start < 3 and (done.num_portions, done.num_returned) == (0, 1)
+    (lease,) = buffer.lease("b", iteration=2, policy_version=5)
+    assert lease.attempt == 2 and buffer.produced(2).samples == 0
+
+
+def test_a_lost_lease_aborts_the_engine(buffer, folder, valkey_url, campaign):
+    put(buffer, 1)
+    thief = ExperienceBuffer(valkey_url, campaign, lease_seconds=0.001, max_attempts=3, capacity_bytes=2**20)
+    threading.Timer(0.1, thief.lease, ["thief"], {"iteration": 2}).start()
+    start = time.monotonic()
+    worker = member(buffer, "a", engine=_loaded(Endless(batch_size=16), folder))
+    done = worker.drain(2, waits=False)
+    assert time.monotonic() - start < 3 and (done.num_portions, done.num_returned) == (0, 0)
+
+
+def _loaded(engine, folder):
+    engine.load(folder, 5)
+    return engine
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_an_interrupted_chunk_is_redone_whole_only_where_bits_must_repeat(buffer, folder, is_deterministic):
+    put(buffer, 1)
+    (lease,) = buffer.lease("x", iteration=2, policy_version=5)
+    worker = member(
+        buffer, "x", engine=_loaded(HalfAborted(batch_size=16), folder), is_deterministic=is_deterministic
+    )
+    prompts = from_bytes(lease.item.payload, schema=PromptFrame).rows(named=True)
+    groups, _, is_whole = worker.sample(lease, prompts)
+    assert not is_whole and len(groups) == (0 if is_deterministic else 1)
+
+
+class HalfAborted(EmbeddedEngine):
+    def generate(self, requests, params):
+        first, second = super().generate(requests, params)
+        return [first, [replace(second[0], finish_reason="abort"), *second[1:]]]
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_worker import member, _loaded
+from tasks.engine.embedded import EmbeddedEngine
+from tasks.engine.notices import departing
+from tasks.experience.buffer import ExperienceBuffer
+
+class Slow(EmbeddedEngine):
+    def generate(self, requests, params):
+        print("sampling", flush=True)
+        time.sleep(0.3)
+        return super().generate(requests, params)
+
+buffer = ExperienceBuffer({url!r}, {campaign!r}, lease_seconds=60, max_attempts=3, capacity_bytes=2**20)
+with departing(grace_seconds=30) as departure:
+    engine = _loaded(Slow(batch_size=16), Path({folder!r}))
+    member(buffer, "a", engine=engine, departure=departure).drain(2)
+departure.exit()
+"""
+
+
+def test_a_process_that_gets_sigterm_finishes_its_portion_and_exits_143(buffer, folder, valkey_url, campaign):
+    put(buffer, 3)
+    here = Path(__file__).parent
+    script = SCRIPT.format(tests=str(here), url=valkey_url, campaign=campaign, folder=str(folder))
+    environment = dict(os.environ, PYTHONPATH=str(here.parent))
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout and process.stdout.readline() == "sampling\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+    progress = buffer.progress(2)
+    assert (progress.settled, progress.queued, progress.leased) == (1, 2, 0)

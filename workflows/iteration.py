@@ -1,8 +1,9 @@
 """One iteration of reinforcement learning, as the algorithm box reads.
 
     behavior ──► offer prompts ──► generate ──► score ──► assemble ──► update policy ──► publish ──► v + 1
-                                   N workers                               ▲
-                                                               policy v ───┘
+                                   N workers                  │            ▲                ▲
+                                                              │   policy ──┘                │
+                                                              └────────► archive ───────────┘
 
 A plain function that is called while a campaign is unrolled, not a sub-workflow: generation waits only for
 ``behavior``, so with a policy that is some versions older it runs while earlier iterations still train.
@@ -10,12 +11,13 @@ A plain function that is called while a campaign is unrolled, not a sub-workflow
 
 from typing import Any
 
+from tasks.archive import archive
 from tasks.buffer import assemble
 from tasks.checkpoint import publish
 from tasks.prompts import offer_prompts
 from tasks.records import CampaignRun
 from tasks.reward import score
-from tasks.rollout import generate
+from tasks.rollout import await_rollouts, generate
 from tasks.train import UPDATE_POLICY
 
 
@@ -28,11 +30,16 @@ def iteration(run: CampaignRun, k: int, *, behavior: Any, policy: Any) -> Any:
     update_policy = UPDATE_POLICY[run.config.train.topology]
 
     prompts = node(f"prompts-{k}", offer_prompts(run=run, iteration=k, behavior=behavior))
-    rollouts = node(f"generate-{k}", generate(worker=workers, run=run, prompts=prompts, behavior=behavior))
+    if run.config.rollout.pool == "standing":
+        rollouts = await_rollouts(run=run, prompts=prompts)
+    else:
+        rollouts = generate(worker=workers, run=run, prompts=prompts, behavior=behavior)
+    rollouts = node(f"generate-{k}", rollouts)
     scores = node(f"score-{k}", score(run=run, prompts=prompts, behavior=behavior, rollouts=rollouts))
     batch = node(f"assemble-{k}", assemble(run=run, scores=scores, policy=policy))
+    kept = node(f"archive-{k}", archive(run=run, batch=batch, policy=policy))
     trained = node(f"update-{k}", update_policy(run=run, batch=batch, policy=policy))
-    return node(f"publish-{k}", publish(run=run, candidate=trained))
+    return node(f"publish-{k}", publish(run=run, candidate=trained, archive=kept))
 
 
 def node(name: str, promise: Any) -> Any:

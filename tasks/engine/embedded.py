@@ -3,6 +3,7 @@
 Shape key: P prompts, B sequences still being decoded, L prompt positions (left-padded), V vocabulary.
 """
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ class EmbeddedEngine:
         self.batch_size, self.dtype = batch_size, dtype
         self.model: torch.nn.Module | None = None
         self.version: int | None = None
+        self._is_aborted = threading.Event()
 
     def load(self, folder: Path, version: int) -> None:
         self.model, self.version = None, None
@@ -40,10 +42,14 @@ class EmbeddedEngine:
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         if self.model is None:
             raise RuntimeError("the engine must load a policy version before it generates; call load first.")
+        self._is_aborted.clear()
         completions: list[list[Completion]] = []
         for batch in _batches(requests, self.batch_size):
-            completions += _generate_batch(self.model, batch, params)
+            completions += _generate_batch(self.model, batch, params, self._is_aborted)
         return completions
+
+    def abort(self) -> None:
+        self._is_aborted.set()
 
 
 def _batches(requests: Sequence[Request], batch_size: int) -> list[list[Request]]:
@@ -60,9 +66,12 @@ def _batches(requests: Sequence[Request], batch_size: int) -> list[list[Request]
 
 
 def _generate_batch(
-    model: torch.nn.Module, requests: Sequence[Request], params: SamplingParams
+    model: torch.nn.Module, requests: Sequence[Request], params: SamplingParams, is_aborted: threading.Event
 ) -> list[list[Completion]]:
     copies = [len(request.seeds) for request in requests]
+    if is_aborted.is_set():
+        empty = Completion(response_ids=[], logprobs=[], finish_reason="abort")
+        return [[empty] * count for count in copies]
     seeds = np.array([seed for request in requests for seed in request.seeds], dtype=np.uint64)
     state = _Decoding(model, requests, copies)
     tokens: list[list[int]] = [[] for _ in seeds]
@@ -84,17 +93,18 @@ def _generate_batch(
             break
         kept = goes_on.nonzero().squeeze(1)
         alive = alive[kept]
+        if is_aborted.is_set():
+            break
         state.advance(token_B, kept)
-    flat = [
-        Completion(
-            response_ids=ids,
-            logprobs=values,
-            finish_reason="stop" if ids[-1] in params.stop_ids else "length",
-        )
-        for ids, values in zip(tokens, logprobs, strict=True)
-    ]
-    rows = iter(flat)
+    rows = (_completion(ids, values, params) for ids, values in zip(tokens, logprobs, strict=True))
     return [[next(rows) for _ in range(count)] for count in copies]
+
+
+def _completion(ids: list[int], logprobs: list[float], params: SamplingParams) -> Completion:
+    is_stopped = ids[-1] in params.stop_ids
+    is_full = len(ids) == params.max_new_tokens
+    reason = "stop" if is_stopped else "length" if is_full else "abort"
+    return Completion(response_ids=ids, logprobs=logprobs, finish_reason=reason)
 
 
 class _Decoding:

@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
-from tasks.config import RolloutConfig
+from tasks.config import CampaignConfig, RolloutConfig
+from tasks.engine.notices import Departure
 from tasks.engine.protocol import Engine, SamplingParams
+from tasks.engine.worker import RolloutWorker
+from tasks.experience.buffer import ExperienceBuffer
 
 
 def make_engine(config: RolloutConfig, *, dtype: str) -> Engine:
@@ -14,6 +17,31 @@ def make_engine(config: RolloutConfig, *, dtype: str) -> Engine:
     from tasks.engine.embedded import EmbeddedEngine
 
     return EmbeddedEngine(batch_size=config.batch_size, dtype=getattr(torch, dtype))
+
+
+def make_worker(
+    config: CampaignConfig,
+    engine: Engine,
+    buffer: ExperienceBuffer,
+    *,
+    folder: Path,
+    name: str,
+    departure: Departure,
+) -> RolloutWorker:
+    """The configured worker around an engine that holds the policy in ``folder``."""
+    rollout = config.rollout
+    return RolloutWorker(
+        engine=engine,
+        buffer=buffer,
+        name=name,
+        params=sampling_params(rollout, folder),
+        base_seed=config.seed,
+        group_size=rollout.group_size,
+        chunk_samples=rollout.batch_size,
+        is_deterministic=config.train.deterministic,
+        quota_groups=rollout.quota_groups,
+        departure=departure,
+    )
 
 
 def sampling_params(config: RolloutConfig, folder: Path, *, greedy: bool = False) -> SamplingParams:

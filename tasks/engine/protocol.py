@@ -53,6 +53,12 @@ class Engine(Protocol):
         """Completions in the order of the requests and of their seeds."""
         ...
 
+    def abort(self) -> None:
+        """Make the running ``generate`` return soon, from another thread: what is not finished comes back as
+        it is, with finish reason ``abort`` (and no token, if none was sampled yet). Nothing if none runs.
+        """
+        ...
+
     def describe(self) -> str:
         """What runs, for the report."""
         ...

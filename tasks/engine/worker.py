@@ -1,19 +1,24 @@
-"""The rollout worker: lease a portion, sample its groups, publish them, settle; until the iteration's queue
-is empty.
+"""The rollout worker: lease a portion, sample its groups, publish them, settle; until the queue is empty.
 
-The same loop serves a mapped Flyte task and a standing worker. A worker that vanishes loses its lease by
-expiry and others take over; one that fails hands its lease back at once. Groups are identified by what they
-are samples of, so work done twice is stored once.
+The same loop serves a mapped Flyte task and a standing worker. A portion is sampled and published in chunks:
+a worker that vanishes loses the tokens of one chunk: its lease expires and another worker goes on behind the
+last published chunk. A worker that has to leave takes no new lease, finishes what fits into its grace period
+and hands the rest back. Groups are identified by what they are samples of, so work done twice is stored once.
+
+What surprises: in deterministic mode a chunk that was interrupted is sampled again whole. The last bits of a
+log-probability depend on the rows a matrix product is made with, so only equal batches repeat bit for bit.
 """
 
+import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tasks.engine.protocol import Engine, Request, SamplingParams
+from tasks.engine.notices import Departure
+from tasks.engine.protocol import Completion, Engine, Request, SamplingParams
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.errors import LeaseLost
 from tasks.experience.ledger import seed_of
@@ -21,121 +26,194 @@ from tasks.experience.records import Group, Lease
 from tasks.schema import PromptFrame, RolloutFrame, from_bytes, make_frame, to_bytes
 
 POLL_SECONDS = 0.2
+ATTEND_SECONDS = 0.05
+"""How soon an engine learns that its lease or its time is over."""
+STRAGGLER_SECONDS = 0.5
+"""How often a worker asks whether the quota is met without it."""
 
 
 @dataclass(kw_only=True, slots=True)
 class WorkDone:
     num_portions: int = 0
+    num_returned: int = 0
+    """Leases handed back because the worker had to leave."""
     num_samples: int = 0
     num_tokens: int = 0
+    """Every token that was sampled, published or not."""
     seconds: float = 0.0
 
 
-def drain_queue(
-    engine: Engine,
-    buffer: ExperienceBuffer,
-    *,
-    worker: str,
-    iteration: int,
-    params: SamplingParams,
-    base_seed: int,
-    group_size: int,
-    max_portions: int,
-) -> WorkDone:
-    """Work until every portion of the iteration is settled, by this worker or another.
+@dataclass(kw_only=True, slots=True)
+class RolloutWorker:
+    """One engine that works on a campaign's queue."""
 
-    Args:
-        max_portions: leave after this many portions; 0 = no bound.
-    """
-    done = WorkDone()
-    while max_portions == 0 or done.num_portions < max_portions:
-        leases = buffer.lease(worker, iteration=iteration, policy_version=engine.version)
-        if not leases:
-            if buffer.outstanding(iteration) == 0:
-                break
-            time.sleep(
-                POLL_SECONDS
-            )  # the rest is leased to others: wait for the end, or for a lease to expire
-            continue
-        start = time.monotonic()
-        for lease in leases:
-            try:
-                with _renewed(buffer, lease):
-                    groups, num_tokens = sample_portion(
-                        engine, lease, params=params, base_seed=base_seed, group_size=group_size
-                    )
-                    buffer.publish(lease, groups)
-            except LeaseLost:
-                continue  # another worker has the portion now; its samples are the same
-            except BaseException:
-                buffer.return_(lease)
-                raise
-            buffer.settle(lease)
+    engine: Engine
+    buffer: ExperienceBuffer
+    name: str
+    params: SamplingParams
+    base_seed: int
+    group_size: int
+    chunk_samples: int
+    """Samples that are decoded and published together; at least one group."""
+    is_deterministic: bool = True
+    quota_groups: int = 0
+    """Published groups at which the iteration is closed, by whoever gets there; 0 = never."""
+    departure: Departure = field(default_factory=lambda: Departure(grace_seconds=math.inf))
+    _chunk_seconds: float = 0.0
+
+    def drain(self, iteration: int, *, max_portions: int = 0, waits: bool = True) -> WorkDone:
+        """Work until all portions of the iteration are settled, by whichever worker, or this one must leave.
+
+        Args:
+            max_portions: leave after this many portions; 0 = no bound.
+            waits: stay while the rest is leased to others; otherwise return as soon as nothing is to be had.
+        """
+        done = WorkDone()
+        while not self.departure.is_due and (max_portions == 0 or done.num_portions < max_portions):
+            leases = self.buffer.lease(self.name, iteration=iteration, policy_version=self.engine.version)
+            if not leases:
+                if not waits or self.buffer.outstanding(iteration) == 0:
+                    break
+                time.sleep(POLL_SECONDS)  # the rest is with others: wait for the end, or for an expiry
+                continue
+            start = time.monotonic()
+            for lease in leases:
+                self._work(lease, done)
+            done.seconds += time.monotonic() - start
+        return done
+
+    def _work(self, lease: Lease, done: WorkDone) -> None:
+        is_complete = False
+        try:
+            with self._attended(lease) as is_lost:
+                is_complete = self._sample_chunks(lease, done, is_lost)
+        except LeaseLost:
+            return  # another worker has the portion now; its samples are the same
+        except Exception as error:  # may be the portion's fault: counted, or it would go round for ever
+            self.buffer.fail(lease, f"{type(error).__name__}: {str(error)[:200]}")
+            raise
+        except BaseException:
+            self.buffer.return_(lease)
+            raise
+        if is_complete:
+            self.buffer.settle(lease)
             done.num_portions += 1
-            done.num_samples += sum(group.num_samples for group in groups)
+        elif not is_lost.is_set():
+            self.buffer.return_(lease)
+            done.num_returned += 1
+
+    def _sample_chunks(self, lease: Lease, done: WorkDone, is_lost: threading.Event) -> bool:
+        """Whether every group of the portion is published now."""
+        prompts = from_bytes(lease.item.payload, schema=PromptFrame).rows(named=True)
+        per_chunk = max(1, self.chunk_samples // self.group_size)
+        known = self._known(lease, prompts)
+        for first in range(0, len(prompts), per_chunk):
+            chunk = prompts[first : first + per_chunk]
+            missing = [prompt for prompt in chunk if prompt["prompt_id"] not in known]
+            if not missing:
+                continue
+            if is_lost.is_set() or self.departure.seconds_left() < self._chunk_seconds:
+                return False
+            start = time.monotonic()
+            groups, num_tokens, is_whole = self.sample(lease, chunk if self.is_deterministic else missing)
             done.num_tokens += num_tokens
-        done.seconds += time.monotonic() - start
-    return done
+            if groups and not is_lost.is_set():
+                seconds = time.monotonic() - start
+                self.buffer.publish(lease, groups, num_tokens=num_tokens, seconds=seconds)
+                self._close_if_met(lease.item.iteration)
+                done.num_samples += sum(group.num_samples for group in groups)
+            if not is_whole:
+                return False
+            self._chunk_seconds = time.monotonic() - start
+        return True
+
+    def _close_if_met(self, iteration: int) -> None:
+        if self.quota_groups and self.buffer.num_published(iteration) >= self.quota_groups:
+            self.buffer.close(iteration)
+
+    def _known(self, lease: Lease, prompts: Sequence[dict[str, Any]]) -> set[str]:
+        """Groups of the portion that an earlier attempt published."""
+        return self.buffer.published(lease.item, [prompt["prompt_id"] for prompt in prompts])
+
+    def sample(self, lease: Lease, prompts: Sequence[dict[str, Any]]) -> tuple[list[Group], int, bool]:
+        """The finished groups of some prompts, tokens sampled, and whether none was aborted."""
+        if self.engine.version != lease.item.policy_version:
+            raise RuntimeError(
+                f"portion {lease.item.item_id} must be sampled by policy version "
+                f"{lease.item.policy_version}, the engine holds version {self.engine.version}. "
+                "Load the required version first."
+            )
+        requests = [
+            Request(
+                prompt_ids=tuple(prompt["prompt_ids"]),
+                seeds=tuple(
+                    seed_of(self.base_seed, prompt["iteration"], prompt["prompt_id"], index)
+                    for index in range(self.group_size)
+                ),
+            )
+            for prompt in prompts
+        ]
+        completions = self.engine.generate(requests, self.params)
+        num_tokens = sum(len(c.response_ids) for group in completions for c in group)
+        finished = [pair for pair in zip(prompts, completions, strict=True) if not _is_aborted(pair[1])]
+        is_whole = len(finished) == len(prompts)
+        if self.is_deterministic and not is_whole:
+            return [], num_tokens, False  # sampled again whole, so nothing of it may be stored
+        return self._groups(finished, lease.item.policy_version), num_tokens, is_whole
+
+    def _groups(
+        self, finished: Sequence[tuple[dict[str, Any], list[Completion]]], policy_version: int
+    ) -> list[Group]:
+        rows: list[dict[str, Any]] = [
+            {
+                **prompt,
+                "sample_index": index,
+                "policy_version": policy_version,
+                "response_ids": completion.response_ids,
+                "behavior_logprob": completion.logprobs,
+                "finish_reason": completion.finish_reason,
+            }
+            for prompt, completions in finished
+            for index, completion in enumerate(completions)
+        ]
+        frame = make_frame(rows, RolloutFrame)  # validated once a chunk, stored once a group
+        size = self.group_size
+        return [
+            Group(
+                group_id=prompt["prompt_id"],
+                num_samples=size,
+                payload=to_bytes(frame.slice(i * size, size)),
+            )
+            for i, (prompt, _) in enumerate(finished)
+        ]
+
+    @contextmanager
+    def _attended(self, lease: Lease) -> Iterator[threading.Event]:
+        """While the block runs, renew the lease three times per period, and stop the engine once the lease or
+        the worker's time is over. The event says that the lease is lost."""
+        is_over, is_lost = threading.Event(), threading.Event()
+        period = self.buffer.lease_seconds / 3
+        if self.quota_groups:  # a closed iteration voids its leases, and stragglers should learn that soon
+            period = min(period, STRAGGLER_SECONDS)
+
+        def attend() -> None:
+            renewed = time.monotonic()
+            while not is_over.wait(min(ATTEND_SECONDS, period)):
+                if time.monotonic() - renewed > period and not is_lost.is_set():
+                    renewed = time.monotonic()
+                    if not self.buffer.renew(lease):
+                        is_lost.set()
+                if is_lost.is_set() or self.departure.seconds_left() <= 0:
+                    self.engine.abort()
+
+        thread = threading.Thread(target=attend, name=f"attend {lease.item.item_id}", daemon=True)
+        thread.start()
+        try:
+            yield is_lost
+        finally:
+            is_over.set()
+            thread.join()
 
 
-def sample_portion(
-    engine: Engine, lease: Lease, *, params: SamplingParams, base_seed: int, group_size: int
-) -> tuple[list[Group], int]:
-    """The sampled groups of one portion and the number of tokens generated."""
-    if engine.version != lease.item.policy_version:
-        raise RuntimeError(
-            f"portion {lease.item.item_id} must be sampled by policy version {lease.item.policy_version}, "
-            f"the engine holds version {engine.version}. Load the required version first."
-        )
-    prompts = from_bytes(lease.item.payload, schema=PromptFrame).rows(named=True)
-    requests = [
-        Request(
-            prompt_ids=tuple(prompt["prompt_ids"]),
-            seeds=tuple(
-                seed_of(base_seed, prompt["iteration"], prompt["prompt_id"], index)
-                for index in range(group_size)
-            ),
-        )
-        for prompt in prompts
-    ]
-    rows: list[dict[str, Any]] = [
-        {
-            **prompt,
-            "sample_index": index,
-            "policy_version": engine.version,
-            "response_ids": completion.response_ids,
-            "behavior_logprob": completion.logprobs,
-            "finish_reason": completion.finish_reason,
-        }
-        for prompt, completions in zip(prompts, engine.generate(requests, params), strict=True)
-        for index, completion in enumerate(completions)
-    ]
-    frame = make_frame(rows, RolloutFrame)  # validated once a portion, stored once a group
-    groups = [
-        Group(
-            group_id=prompt["prompt_id"],
-            num_samples=group_size,
-            payload=to_bytes(frame.slice(i * group_size, group_size)),
-        )
-        for i, prompt in enumerate(prompts)
-    ]
-    return groups, int(frame["response_ids"].list.len().sum())
-
-
-@contextmanager
-def _renewed(buffer: ExperienceBuffer, lease: Lease) -> Iterator[None]:
-    """Renew a lease three times per period while the block runs."""
-    is_over = threading.Event()
-
-    def renew() -> None:
-        while not is_over.wait(buffer.lease_seconds / 3):
-            if not buffer.renew(lease):
-                return
-
-    thread = threading.Thread(target=renew, name=f"renew {lease.item.item_id}", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+def _is_aborted(completions: Sequence[Completion]) -> bool:
+    return any(completion.finish_reason == "abort" for completion in completions)

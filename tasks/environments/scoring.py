@@ -28,6 +28,33 @@ def score_groups(
     return result
 
 
+def readable(
+    taken: Sequence[tuple[str, Group]],
+) -> tuple[list[tuple[str, Group]], list[tuple[str, str]]]:
+    """The groups that obey the schema, and (handle, reason) of those that do not."""
+    if _fault([group for _, group in taken]) is None:  # one check for all: it costs as much as for one
+        return list(taken), []
+    good, bad = [], []
+    for handle, group in taken:
+        fault = _fault([group])
+        if fault is None:
+            good.append((handle, group))
+        else:
+            bad.append((handle, f"group {group.group_id}: {fault}"))
+    return good, bad
+
+
+def _fault(groups: Sequence[Group]) -> str | None:
+    try:
+        frame = from_bytes(*(group.payload for group in groups), schema=RolloutFrame)
+    except Exception as error:  # bytes of a stranger: whatever a reader makes of them is the answer
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    names = [group.group_id for group in groups for _ in range(group.num_samples)]
+    if frame["prompt_id"].to_list() != names:
+        return f"rows must be the {len(names)} samples of their group, got {len(frame)} or other prompts"
+    return None
+
+
 def judge(
     environment: Environment,
     tokenizer: "PreTrainedTokenizerFast",

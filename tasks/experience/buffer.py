@@ -1,26 +1,29 @@
-"""The experience buffer: leased work, groups published once, groups scored once, on one Valkey server.
+"""The experience buffer: leased work, groups published once, groups scored once, on Valkey servers.
 
-Every iteration has its own work stream, rollout stream and scored hash, all under the hash tag
-``{campaign}``, so a cluster keeps a campaign on one shard and ``drop`` frees an iteration whole. Every write
-is one Lua script (``scripts.py``), idempotent by id and fenced by (worker, attempt). A lost connection may
-therefore be retried blindly: the worst case is a reply that calls a group a duplicate which the lost reply
-called new, or a lease that nobody knows of and that expires.
+Every iteration has its own work stream, rollout stream and scored hash under the hash tag ``{campaign}`` on
+each server (shard). A portion and all its groups live on shard ``portion % shards``, so every write is one
+Lua script (``scripts.py``) on one shard, idempotent by id and fenced by (worker, attempt). A lost
+connection may therefore be retried blindly: the worst case is a reply that calls a group a duplicate which
+the lost reply called new, or a lease that nobody knows of and that expires.
+
+``close`` ends an iteration's generation: no more leases, no more groups; ``drop`` frees it whole.
 
 What surprises: a lease that expired stays valid until somebody takes it over, and backpressure counts only
-groups that wait for a scorer, so a scorer must run beside the workers or ``capacity_bytes`` must hold a whole
-iteration.
+groups that wait for a scorer, so a scorer must run beside the workers or ``capacity_bytes`` (a shard) must
+hold a whole iteration.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 from valkey.exceptions import OutOfMemoryError
 
 from tasks.experience import scripts
-from tasks.experience.errors import BufferDamaged, IterationDropped, LeaseLost, PolicyVersionMismatch
-from tasks.experience.records import Group, Lease, Produced, Progress, Unscored, WorkItem
-from tasks.experience.server import Server
+from tasks.experience.errors import BufferDamaged, IterationClosed, LeaseLost
+from tasks.experience.records import Group, Lease, Produced, Progress, Unscored, WorkItem, combined, progress
+from tasks.experience.shards import Shards, Taken
 
 
 class ExperienceBuffer:
@@ -28,14 +31,17 @@ class ExperienceBuffer:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         campaign: str,
         *,
         lease_seconds: float,
         max_attempts: int,
         capacity_bytes: int,
         reconnect_seconds: float = 30.0,
+        revive: Callable[[], object] = lambda: None,
     ) -> None:
+        """``revive`` is called when a connection is lost, before it is tried again: it may restart a
+        server."""
         if not campaign or set("{}") & set(campaign):
             raise ValueError(
                 f"campaign must be a name without braces, got {campaign!r}. Rename the campaign."
@@ -50,7 +56,8 @@ class ExperienceBuffer:
         self._lease_ms = int(lease_seconds * 1000)
         self._max_attempts = max_attempts
         self._capacity_bytes = capacity_bytes
-        self._server = Server(url, reconnect_seconds=reconnect_seconds)
+        urls = [url] if isinstance(url, str) else url
+        self._shards = Shards(urls, campaign, reconnect_seconds=reconnect_seconds, revive=revive)
 
     # ---- work ----
 
@@ -65,27 +72,24 @@ class ExperienceBuffer:
         return added
 
     def _put(self, iteration: int, version: int, items: Sequence[WorkItem]) -> int:
-        argv: list[Any] = [version]
-        for item in items:
-            argv += [item.item_id, item.portion, item.num_groups, item.num_samples, item.payload]
-        reply = self._server.when_room(
-            "put_work", lambda: self._run("put", iteration, argv), timeout_seconds=60.0
-        )
-        if reply[0] == -1:
-            raise PolicyVersionMismatch(iteration, int(reply[1]), version)
-        if reply[0] == -2:
-            raise IterationDropped(
-                f"iteration {iteration} of campaign {self.campaign} must be open to take work, got a "
-                "dropped one: its policy version is committed. Resume at the next iteration, or give a "
-                "fresh campaign a new name."
-            )
-        return int(reply[1])
+        added = 0
+        for shard in self._shards.numbers:
+            argv: list[Any] = [version, iteration, self._shards.layout(shard)]
+            for item in items:
+                if self._shards.of(item) == shard:
+                    argv += [item.item_id, item.portion, item.num_groups, item.num_samples, item.payload]
+            put = partial(self._shards.run, "put", iteration, argv, shard)
+            reply = self._shards.servers[shard].when_room("put_work", put, timeout_seconds=60.0)
+            self._shards.refuse(reply, iteration, version, shard)
+            added += int(reply[1])
+        return added
 
     def lease(
         self, worker: str, *, iteration: int, policy_version: int | None = None, max_items: int = 1
     ) -> list[Lease]:
         """Take up to ``max_items``: returned and expired leases first, oldest first, then new items.
 
+        Workers begin at different shards, and each shard orders its own.
         Empty while there is nothing to do *now*; ``outstanding`` says whether there is nothing left. All
         items of an iteration require one policy version; a worker that names another one gets
         ``PolicyVersionMismatch``.
@@ -105,53 +109,88 @@ class ExperienceBuffer:
                 worker=worker,
                 attempt=attempt,
             )
-            for entry, attempt, fields in taken
+            for _, entry, attempt, fields in taken
         ]
 
     def renew(self, lease: Lease) -> bool:
         """Start the lease's time anew; False if somebody else holds the item by now."""
-        return self._run("renew", lease.item.iteration, self._holder(lease)) == 1
+        return self._shards.run_for(lease.item, "renew", self._holder(lease)) == 1
 
     def return_(self, lease: Lease) -> bool:
         """Hand the item back at once. Not counted by ``max_attempts``: a Spot notice is not its fault."""
-        return self._run("return", lease.item.iteration, self._holder(lease)) == 1
+        return self._shards.run_for(lease.item, "return", self._holder(lease)) == 1
+
+    def fail(self, lease: Lease, reason: str) -> bool:
+        """Hand the item back at once, as an attempt that failed: ``max_attempts`` of them set it aside."""
+        argv = [lease.entry_id, lease.worker, lease.attempt, reason]
+        return self._shards.run_for(lease.item, "fail", argv) == 1
 
     def settle(self, lease: Lease) -> bool:
         """Finish the item for good; only the holder of this attempt can. True again when asked again."""
         argv = [lease.entry_id, lease.worker, lease.attempt, lease.item.item_id]
-        return self._run("settle", lease.item.iteration, argv) == 1
+        return self._shards.run_for(lease.item, "settle", argv) == 1
 
     def poisoned(self, iteration: int) -> list[tuple[str, str]]:
         """(item id, reason) of the items that no worker survived."""
-        found = self._server.read("hgetall", self._key(iteration, "poison"))
-        return sorted((item.decode(), reason.decode()) for item, reason in found.items())
+        found = self._shards.read("hgetall", self._shards.key(iteration, "poison"))
+        return sorted((item.decode(), reason.decode()) for each in found for item, reason in each.items())
 
     def outstanding(self, iteration: int) -> int:
-        """Items neither settled nor poisoned."""
-        return int(self._server.read("xlen", self._key(iteration, "work")))
+        """Items neither settled nor poisoned; none once the iteration is closed."""
+        return sum(map(int, self._shards.read("xlen", self._shards.key(iteration, "work"))))
+
+    def open_iterations(self) -> dict[int, int]:
+        """Iteration -> policy version that must sample it, ascending; closed ones are not in it."""
+        found = self._shards.read("hgetall", self._shards.campaign_key("open"))
+        return dict(sorted((int(k), int(version)) for each in found for k, version in each.items()))
+
+    def close(self, iteration: int) -> int:
+        """End generation: leases are void, late groups refused. Returns the items left over; repeatable."""
+        return sum(int(self._shards.run("close", iteration, [iteration], n)) for n in self._shards.numbers)
+
+    def barred(self) -> dict[str, str]:
+        """Worker -> why it gets no more work."""
+        found = self._shards.read("hgetall", self._shards.campaign_key("barred"))
+        return {worker.decode(): why.decode() for each in found for worker, why in each.items()}
 
     # ---- rollouts ----
 
-    def publish(self, lease: Lease, groups: Sequence[Group], *, timeout_seconds: float = 600.0) -> int:
+    def publish(
+        self,
+        lease: Lease,
+        groups: Sequence[Group],
+        *,
+        num_tokens: int = 0,
+        seconds: float = 0.0,
+        timeout_seconds: float = 600.0,
+    ) -> int:
         """Store the groups whose ids are new, all or none; returns how many. Blocks while the buffer is full.
 
-        Raises ``LeaseLost``, having stored nothing, when another attempt holds the item, and ``BufferFull``
-        when no room appears in time. The lease is renewed meanwhile.
+        Raises ``LeaseLost``, having stored nothing, when another attempt holds the item or the iteration is
+        closed, and ``BufferFull`` when no room appears in time. The lease is renewed meanwhile.
+        ``num_tokens`` and ``seconds`` are what the groups took, for the worker's throughput.
         """
         argv: list[Any] = [lease.entry_id, lease.worker, lease.attempt, self._capacity_bytes]
+        argv += [lease.item.item_id, num_tokens, round(seconds * 1000)]
         for group in groups:
             argv += [group.group_id, group.num_samples, group.payload]
 
         def attempt() -> Any:
             try:
-                reply = self._run("publish", lease.item.iteration, argv)
+                reply = self._shards.run_for(lease.item, "publish", argv)
             except OutOfMemoryError:
                 self.renew(lease)
                 raise
             return None if reply[0] == 0 else reply
 
         what = f"publish of item {lease.item.item_id}"
-        reply = self._server.when_room(what, attempt, timeout_seconds=timeout_seconds)
+        server = self._shards.servers[self._shards.of(lease.item)]
+        reply = server.when_room(what, attempt, timeout_seconds=timeout_seconds)
+        if reply[0] == -2:
+            raise IterationClosed(
+                f"iteration {lease.item.iteration} must be open to publish, got a closed one: its "
+                "quota is met or its scoring has begun. Discard the groups and lease of another iteration."
+            )
         if reply[0] == -1:
             raise LeaseLost(
                 f"the lease of item {lease.item.item_id} must be held to publish, got attempt "
@@ -161,27 +200,40 @@ class ExperienceBuffer:
             )
         return int(reply[1])
 
+    def published(self, item: WorkItem, group_ids: Sequence[str]) -> set[str]:
+        """Those of the item's groups that are stored already, by whichever attempt."""
+        server = self._shards.servers[self._shards.of(item)]
+        found = server.read("hmget", self._shards.key(item.iteration, "published"), list(group_ids))
+        return {group_id for group_id, entry in zip(group_ids, found, strict=True) if entry is not None}
+
     def take_rollouts(self, scorer: str, *, iteration: int, max_groups: int) -> list[tuple[str, Group]]:
         """Take groups to score, under the same lease rule as work. The handle names entry and attempt."""
         return [
             (
-                f"{entry}@{attempt}",
+                f"{entry}@{attempt}@{shard}",
                 Group(
                     group_id=fields[b"id"].decode(),
                     num_samples=int(fields[b"samples"]),
                     payload=fields[b"payload"],
                 ),
             )
-            for entry, attempt, fields in self._take("rollouts", scorer, iteration, None, max_groups)
+            for shard, entry, attempt, fields in self._take("rollouts", scorer, iteration, None, max_groups)
         ]
 
     def renew_rollouts(self, scorer: str, *, iteration: int, handles: Iterable[str]) -> int:
         """Start the time of these anew; returns how many are still held."""
-        return int(self._run("renew", iteration, _holders(scorer, handles)))
+        return self._shards.run_handles("renew", iteration, ["rollouts", scorer], handles)
 
     def return_rollouts(self, scorer: str, *, iteration: int, handles: Iterable[str]) -> int:
         """Hand these back at once; returns how many were held."""
-        return int(self._run("return", iteration, _holders(scorer, handles)))
+        return self._shards.run_handles("return", iteration, ["rollouts", scorer], handles)
+
+    def refuse_rollout(self, scorer: str, iteration: int, handle: str, reason: str) -> str | None:
+        """Forget a group that cannot be read, bar the worker that published it and put its item on the queue
+        again; returns that worker, or None if the group was taken over."""
+        entry, attempt, shard = handle.split("@")
+        reply = self._shards.run("refuse", iteration, [scorer, entry, attempt, reason], int(shard))
+        return reply[1].decode() if reply[0] == 1 else None
 
     def publish_scored(self, scorer: str, iteration: int, scored: Sequence[tuple[str, Group]]) -> int:
         """Store scored groups and settle their entries, atomically; returns how many were stored.
@@ -189,26 +241,34 @@ class ExperienceBuffer:
         A handle that another attempt took over is skipped: its new holder will publish. Never refused for
         lack of memory, since it frees what it replaces.
         """
-        argv: list[Any] = [scorer]
-        for handle, group in scored:
-            packed = group.num_samples.to_bytes(4, "big") + group.payload
-            argv += [*handle.split("@"), group.group_id, packed]
-        reply = self._run("publish_scored", iteration, argv)
-        if reply[0] == -1:
-            raise ValueError(
-                f"a scored group must keep the handle that take_rollouts gave, got group "
-                f"{reply[1].decode()} with the handle of another group. Nothing was stored; pair them again."
-            )
-        return int(reply[1])
+        stored = 0
+        for shard in self._shards.numbers:
+            argv: list[Any] = [scorer]
+            for handle, group in scored:
+                *fence, where = handle.split("@")
+                if int(where) == shard:
+                    packed = group.num_samples.to_bytes(4, "big") + group.payload
+                    argv += [*fence, group.group_id, packed]
+            reply = self._shards.run("publish_scored", iteration, argv, shard)
+            if reply[0] == -1:
+                raise ValueError(
+                    f"a scored group must keep the handle that take_rollouts gave, got group "
+                    f"{reply[1].decode()} with the handle of another group. Nothing of its shard was "
+                    "stored; pair them again."
+                )
+            stored += int(reply[1])
+        return stored
 
     def unscored(self, iteration: int) -> list[Unscored]:
         """Groups that no scorer survived, by group id: rejected samples for the ledger."""
-        found = self._server.read("hgetall", self._key(iteration, "unscored"))
         records = []
-        for group_id, value in sorted(found.items()):
-            samples, reason = value.decode().split(" ", 1)
-            records.append(Unscored(group_id=group_id.decode(), num_samples=int(samples), reason=reason))
-        return records
+        for found in self._shards.read("hgetall", self._shards.key(iteration, "unscored")):
+            for group_id, value in found.items():
+                head, payload = value.split(b"\n", 1)
+                samples, reason = head.decode().split(" ", 1)
+                group = Group(group_id=group_id.decode(), num_samples=int(samples), payload=payload)
+                records.append(Unscored(group=group, reason=reason))
+        return sorted(records, key=lambda record: record.group.group_id)
 
     def scored_groups(self, iteration: int) -> list[Group]:
         """All scored groups in ascending code-point order of group id: "10" comes before "9"."""
@@ -216,11 +276,16 @@ class ExperienceBuffer:
 
     def scan_scored(self, iteration: int, *, chunk: int = 32) -> Iterator[Group]:
         """``scored_groups`` with only ``chunk`` groups in memory, here and in the server's reply buffer."""
-        key = self._key(iteration, "scored")
-        group_ids = sorted(self._server.read("hkeys", key))
-        for start in range(0, len(group_ids), chunk):
-            names = group_ids[start : start + chunk]
-            for name, packed in zip(names, self._server.read("hmget", key, names), strict=True):
+        key = self._shards.key(iteration, "scored")
+        found = enumerate(self._shards.read("hkeys", key))
+        names = sorted((name, shard) for shard, keys in found for name in keys)
+        for start in range(0, len(names), chunk):
+            part, values = names[start : start + chunk], {}
+            for shard, server in enumerate(self._shards.servers):
+                if here := [name for name, where in part if where == shard]:
+                    values |= dict(zip(here, server.read("hmget", key, here), strict=True))
+            for name, _ in part:
+                packed = values[name]
                 if packed is None:
                     raise BufferDamaged(
                         f"scored group {name.decode()} of iteration {iteration} must stay until drop, got "
@@ -233,77 +298,48 @@ class ExperienceBuffer:
 
     def produced(self, iteration: int) -> Produced:
         """The buffer's counters for the sample ledger; valid after ``drop``."""
-        key = self._key(iteration, "counters")
-        samples, duplicates = self._server.read("hmget", key, ["produced", "duplicates"])
-        return Produced(samples=int(samples or 0), duplicates=int(duplicates or 0))
+        names = ["produced", "duplicates", "refused", "late"]
+        found = self._shards.read("hmget", self._shards.key(iteration, "counters"), names)
+        samples, duplicates, refused, late = (
+            sum(int(n or 0) for n in column) for column in zip(*found, strict=True)
+        )
+        return Produced(samples=samples, duplicates=duplicates, refused=refused, late=late)
+
+    def num_published(self, iteration: int) -> int:
+        """Groups stored so far; what a quota counts."""
+        found = self._shards.read("hget", self._shards.key(iteration, "counters"), "groups_published")
+        return sum(int(number or 0) for number in found)
 
     def progress(self, iteration: int) -> Progress:
-        entries, oldest_ms, num_bytes, leases, flat = self._run("progress", iteration, [])
-        pairs = zip(flat[::2], flat[1::2], strict=True)
-        counters = {name.decode(): int(value) for name, value in pairs}
-        held = {consumer.decode(): int(number) for consumer, number in leases}
-        held.pop(scripts.RETURNED, None)  # handed back is queued, whatever the server calls it
-        return Progress(
-            queued=entries - sum(held.values()),
-            leased=sum(held.values()),
-            settled=counters.get("settled", 0),
-            poisoned=counters.get("poisoned", 0),
-            groups_published=counters.get("groups_published", 0),
-            groups_scored=counters.get("groups_scored", 0),
-            groups_unscored=counters.get("groups_unscored", 0),
-            samples_produced=counters.get("produced", 0),
-            duplicates=counters.get("duplicates", 0),
-            leases_by_worker=held,
-            oldest_lease_seconds=oldest_ms / 1000,
-            bytes_waiting=counters.get("bytes_waiting", 0),
-            bytes_used=int(num_bytes),
+        """Consistent a shard."""
+        return combined(
+            [
+                progress(self._shards.run("progress", iteration, [], n), returned=scripts.RETURNED)
+                for n in self._shards.numbers
+            ]
         )
 
     def drop(self, iteration: int) -> None:
         """Free everything but the counters, once the version trained on the iteration is committed."""
-        self._run("drop", iteration, [])
+        for shard in self._shards.numbers:
+            self._shards.run("drop", iteration, [iteration], shard)
 
     def check_server(self) -> None:
-        """Refuse a server that may evict experience or is too old for the scripts."""
-        self._server.check()
+        """Refuse servers that may evict experience or are too old for the scripts."""
+        for server in self._shards.servers:
+            server.check()
 
-    # ---- plumbing ----
+    def _holder(self, lease: Lease) -> list[Any]:
+        return ["work", lease.worker, lease.entry_id, lease.attempt]
 
     def _take(
         self, stream: str, consumer: str, iteration: int, version: int | None, number: int
-    ) -> list[tuple[str, int, dict[bytes, bytes]]]:
+    ) -> list[Taken]:
         if not consumer or consumer == scripts.RETURNED:
             raise ValueError(
                 f"worker and scorer names must not be empty or reserved, got {consumer!r}. Rename."
             )
         if number < 1:
             raise ValueError(f"the number to take must be at least 1, got {number}.")
-        wanted = "" if version is None else version
-        argv = [stream, consumer, self._lease_ms, self._max_attempts, number, wanted]
-        code, detail, *taken = self._run("take", iteration, argv)
-        if code == -1:
-            raise PolicyVersionMismatch(iteration, int(detail), version)
-        if detail:
-            raise BufferDamaged(
-                f"every leased entry of {self._key(iteration, stream)} must exist until it is settled, got "
-                f"{detail} deleted by somebody else (XTRIM, XDEL or eviction). Samples are lost: run this "
-                "iteration again."
-            )
-        return [
-            (entry.decode(), attempt, dict(zip(fields[::2], fields[1::2], strict=True)))
-            for entry, attempt, fields in taken
-        ]
-
-    def _holder(self, lease: Lease) -> list[Any]:
-        return ["work", lease.worker, lease.entry_id, lease.attempt]
-
-    def _key(self, iteration: int, name: str) -> str:
-        return f"{{{self.campaign}}}:{iteration}:{name}"
-
-    def _run(self, script: str, iteration: int, argv: Sequence[Any]) -> Any:
-        keys = [self._key(iteration, name) for name in scripts.KEY_NAMES]
-        return self._server.run(script, keys, argv)
-
-
-def _holders(scorer: str, handles: Iterable[str]) -> list[Any]:
-    return ["rollouts", scorer, *(part for handle in handles for part in handle.split("@"))]
+        terms = [self._lease_ms, self._max_attempts]
+        return self._shards.take(stream, consumer, terms, iteration=iteration, version=version, number=number)

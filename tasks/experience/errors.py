@@ -9,6 +9,18 @@ class LeaseLost(ExperienceError):
     """Another attempt holds the item: whatever this one made is discarded. A worker survives this."""
 
 
+class IterationClosed(LeaseLost):
+    """The iteration's quota is met or its scoring has begun: late groups are discarded and counted."""
+
+
+class WorkerBarred(ExperienceError):
+    """The worker published what nobody could read. It gets no more work; its items were given to others."""
+
+
+class ShardMismatch(ExperienceError):
+    """The list of servers differs from the one with which the iteration's work was put."""
+
+
 class PolicyVersionMismatch(ExperienceError):
     """The iteration's items require another policy version. A worker loads ``required`` and asks again."""
 

@@ -32,6 +32,9 @@ class IterationLedger(BaseModel):
     pending: int = Field(ge=0)
     oldest_policy_version: int = Field(ge=0)
     newest_policy_version: int = Field(ge=0)
+    unsampled: int = Field(default=0, ge=0)
+    """Samples that were offered and never finished: the iteration's quota was met first. Not part of the
+    law."""
 
     @field_validator("rejected")
     @classmethod
@@ -56,6 +59,11 @@ class IterationLedger(BaseModel):
     @property
     def num_rejected(self) -> int:
         return sum(self.rejected.values())
+
+    def reasons(self) -> str:
+        """Rejections by reason, and what was never sampled."""
+        left = {"not sampled": self.unsampled} if self.unsampled else {}
+        return _reasons(self.rejected | left)
 
     def balance(self) -> int:
         """Samples unaccounted for: 0 when law holds, positive when lost, negative when counted twice."""
@@ -128,7 +136,7 @@ class CampaignLedger(BaseModel):
         for entry in self.iterations:
             versions = f"{entry.oldest_policy_version}-{entry.newest_policy_version}"
             counts = (entry.produced, entry.trained, entry.num_rejected, entry.pending)
-            lines.append(_line(entry.iteration, versions, *counts, _reasons(entry.rejected)))
+            lines.append(_line(entry.iteration, versions, *counts, entry.reasons()))
         counts = (total.produced, total.trained, sum(total.rejected.values()), total.pending)
         lines.append(_line("total", "", *counts, _reasons(total.rejected)))
         return "\n".join(lines)

@@ -28,7 +28,8 @@ _OLDEST_VERSION = 7  # before: XCLAIM hands out deleted entries, and scripts fai
 class Server:
     """Safe to share between threads and to inherit over ``fork``: the client's pool notices both."""
 
-    def __init__(self, url: str, *, reconnect_seconds: float) -> None:
+    def __init__(self, url: str, *, reconnect_seconds: float, revive: Callable[[], object]) -> None:
+        self._revive = revive
         self._reconnect_seconds = reconnect_seconds
         # The client's own retry nests (connect inside command), which squares the wait; ours has one
         # deadline.
@@ -65,6 +66,7 @@ class Server:
                     self.client.connection_pool.disconnect()
             time.sleep(pause)
             pause = min(pause * 2, 0.5)
+            self._revive()
 
     def read(self, command: str, *arguments: Any) -> Any:
         return self.call(lambda: getattr(self.client, command)(*arguments))

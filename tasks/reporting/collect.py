@@ -1,7 +1,7 @@
 """What a report says about a lineage, read back from what was published."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tasks.artifacts.manifest import Manifest
@@ -21,6 +21,8 @@ class CampaignRecord:
     evaluations: list[Evaluation]
     """Ascending by version; the newest of each version."""
     ledger: CampaignLedger
+    batches: list[TrainBatch] = field(default_factory=list)
+    """The sealed batch of each iteration, ascending."""
 
     @property
     def iterations(self) -> list[Manifest]:
@@ -29,6 +31,7 @@ class CampaignRecord:
     def metrics_jsonl(self) -> str:
         """One JSON object a version: identity, metrics, seconds by stage, evaluation if there is one."""
         scores = {evaluation.version: evaluation for evaluation in self.evaluations}
+        workers = {batch.iteration + 1: batch.workers for batch in self.batches}
         lines = []
         for manifest in self.manifests:
             line: dict[str, Any] = {
@@ -42,6 +45,8 @@ class CampaignRecord:
                 "metrics": manifest.metrics,
                 "seconds": manifest.seconds,
             }
+            if manifest.kind == "iteration" and (shares := workers.get(manifest.iteration)):
+                line["workers"] = {name: share.model_dump() for name, share in shares.items()}
             if score := scores.get(manifest.version):
                 line["evaluation"] = score.model_dump(exclude={"version", "iteration"})
             lines.append(json.dumps(line, sort_keys=True))
@@ -60,6 +65,7 @@ def collect(store: "PolicyStore", run: CampaignRun) -> CampaignRecord:
         manifests=manifests,
         evaluations=[evaluations[version] for version in sorted(evaluations)],
         ledger=campaign_ledger(store, run, manifests),
+        batches=[_batch(store, manifest) for manifest in manifests if manifest.kind == "iteration"],
     )
 
 
@@ -71,7 +77,7 @@ def campaign_ledger(store: "PolicyStore", run: CampaignRun, manifests: list[Mani
     for manifest in manifests:
         if manifest.kind != "iteration":
             continue
-        batch = TrainBatch.model_validate_json(store.get_object(manifest.batch.replace(".arrow", ".json")))
+        batch = _batch(store, manifest)
         sampled_by = batch.behavior_version
         entries[batch.iteration] = IterationLedger(
             iteration=batch.iteration,
@@ -81,6 +87,7 @@ def campaign_ledger(store: "PolicyStore", run: CampaignRun, manifests: list[Mani
             pending=0,
             oldest_policy_version=sampled_by,
             newest_policy_version=sampled_by,
+            unsampled=max(0, batch.offered - batch.produced + batch.rejected.get("refused", 0)),
         )
     done = max(entries, default=-1) + 1
     for iteration in range(done, done + run.config.schedule.max_staleness + 1):
@@ -96,6 +103,10 @@ def campaign_ledger(store: "PolicyStore", run: CampaignRun, manifests: list[Mani
             update={"produced": entry.produced + count, "rejected": rejected}
         )
     return CampaignLedger(iterations=tuple(entries[iteration] for iteration in sorted(entries)))
+
+
+def _batch(store: "PolicyStore", manifest: Manifest) -> TrainBatch:
+    return TrainBatch.model_validate_json(store.get_object(manifest.batch.replace(".arrow", ".json")))
 
 
 def _unpublished(iteration: int, *, pending: int) -> IterationLedger:

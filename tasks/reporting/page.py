@@ -14,6 +14,7 @@ from tasks.artifacts.manifest import Manifest
 from tasks.reporting import charts
 from tasks.reporting.charts import Line, Point
 from tasks.reporting.collect import CampaignRecord
+from tasks.reporting.operations import generation_section
 from tasks.reporting.rollouts import rollouts_body
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def html_page(record: CampaignRecord, store: "PolicyStore") -> str:
         reward_section(record),
         health_section(record.iterations),
         time_section(record.manifests),
+        generation_section(record),
         rollouts_section(record, store),
         ledger_section(record),
         lineage_section(record.manifests),
@@ -250,7 +252,7 @@ def ledger_section(record: CampaignRecord) -> str:
     for entry in ledger.iterations[-MAX_ROWS:]:
         versions = f"{entry.oldest_policy_version}-{entry.newest_policy_version}"
         counts = (entry.produced, entry.trained, entry.num_rejected, entry.pending, entry.balance())
-        rows.append((entry.iteration, versions, *(f"{n:,}" for n in counts), _reasons(entry.rejected)))
+        rows.append((entry.iteration, versions, *(f"{n:,}" for n in counts), escape(entry.reasons())))
     num_rejected = sum(totals.rejected.values())
     counts = (totals.produced, totals.trained, num_rejected, totals.pending)
     off = totals.produced - totals.trained - num_rejected - totals.pending

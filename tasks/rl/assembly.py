@@ -19,6 +19,8 @@ def assemble_frame(
     does not depend on the order of ``frame``.
     """
     frame = frame.sort(SAMPLE).with_columns(reason=_rejection(config, policy_version))
+    if quota := config.rollout.quota_groups:
+        frame = frame.with_columns(reason=_beyond(quota))
     rejected = _counts(frame.filter(pl.col("reason") != ""))
     admitted = frame.filter(pl.col("reason") == "")
     rewards = control_rewards(
@@ -49,6 +51,38 @@ def _rejection(config: CampaignConfig, policy_version: int) -> pl.Expr:
         .when(pl.col("finish_reason") == "abort").then(pl.lit("aborted"))
         .otherwise(pl.lit(""))
     )  # fmt: skip
+
+
+def _beyond(quota: int) -> pl.Expr:
+    """The reason, where there is none so far and the prompt is not among the first ``quota`` of those
+    published."""
+    place = pl.col("prompt_id").rank("dense")
+    return (
+        pl.when((pl.col("reason") == "") & (place > quota))
+        .then(pl.lit("over_quota"))
+        .otherwise(pl.col("reason"))
+    )
+
+
+def sample_fates(
+    frame: pl.DataFrame, train: pl.DataFrame, config: CampaignConfig, *, policy_version: int
+) -> pl.DataFrame:
+    """``frame`` with a column ``fate``: ``trained`` for the rows of the sealed ``train``, else why not."""
+    frame = frame.sort(SAMPLE).with_columns(
+        reason=_rejection(config, policy_version), failure=pl.col("reason")
+    )
+    if quota := config.rollout.quota_groups:
+        frame = frame.with_columns(reason=_beyond(quota))
+    trained = train.select(*SAMPLE, "advantage", "minibatch", is_trained=pl.lit(True))
+    admitted = (pl.col("reason") == "").sum().over("prompt_id")
+    fate = (
+        pl.when(pl.col("is_trained")).then(pl.lit("trained"))
+        .when(pl.col("reason") != "").then(pl.col("reason"))
+        .when(admitted == 1).then(pl.lit("group_of_one"))
+        .otherwise(pl.lit("zero_variance"))
+    )  # fmt: skip
+    frame = frame.join(trained, on=SAMPLE, how="left", maintain_order="left")
+    return frame.with_columns(fate=fate).drop("reason", "is_trained")
 
 
 def _with_advantages(frame: pl.DataFrame, *, normalize_by_std: bool) -> tuple[pl.DataFrame, dict[str, int]]:

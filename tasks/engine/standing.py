@@ -1,0 +1,129 @@
+"""A standing rollout worker: keeps its engine resident and follows a campaign from version to version.
+
+    python -m tasks.engine.standing --config configs/campaigns/laptop.yaml --store ./runs
+
+It works for whatever run of the campaign's name was started last, with that run's configuration; the file
+only says where the store is. It takes no portion of a policy version it has not loaded: when the campaign
+requires another one, it loads that first. Several of them share the queue. SIGTERM or a Spot notice drains it
+(exit 143).
+"""
+
+import argparse
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from tasks.artifacts.store import PolicyStore
+from tasks.config import CampaignConfig, with_overrides
+from tasks.engine.make import make_engine, make_worker
+from tasks.engine.notices import Departure, departing
+from tasks.engine.protocol import Engine
+from tasks.experience.buffer import ExperienceBuffer
+from tasks.experience.errors import PolicyVersionMismatch
+from tasks.records import CampaignRun
+from tasks.session import CURRENT_RUN, OPTIMIZER, open_store, run_buffer, run_store, say
+
+POLL_SECONDS = 0.2
+LOOK_SECONDS = 2.0
+"""How often it looks for another run of the campaign."""
+
+
+class StandingWorker:
+    """One engine and the run it follows."""
+
+    def __init__(self, root: PolicyStore, *, name: str, departure: Departure) -> None:
+        self.root, self.name, self.departure = root, name, departure
+        self.run: CampaignRun | None = None
+        self._engine: Engine | None = None
+        self._buffer: ExperienceBuffer | None = None
+        self._folder = Path()
+
+    def look(self) -> None:
+        """Follow the run that was started last; another one gets an engine and a buffer of its own."""
+        found = self.root.find_object(CURRENT_RUN)
+        run = CampaignRun.model_validate_json(found) if found else None
+        if run is None or run == self.run:
+            return
+        self.run, self._buffer = run, run_buffer(run)
+        self._engine = make_engine(run.config.rollout, dtype=run.config.model.dtype)
+        say("standing", f"{self.name} follows {run.campaign}, configuration {run.config.digest()}")
+
+    def work(self) -> int:
+        """One pass over the open iterations, oldest first; returns the portions done."""
+        if self.run is None or self._buffer is None or self._engine is None:
+            return 0
+        portions = 0
+        for iteration, version in self._buffer.open_iterations().items():
+            if self.departure.is_due or self._buffer.outstanding(iteration) == 0:
+                continue
+            try:
+                portions += self._drain(self.run, self._engine, self._buffer, iteration, version)
+            except PolicyVersionMismatch as error:  # put anew between two looks; the next pass loads it
+                say("standing", str(error), iteration=iteration)
+        return portions
+
+    def _drain(
+        self, run: CampaignRun, engine: Engine, buffer: ExperienceBuffer, iteration: int, version: int
+    ) -> int:
+        if engine.version != version:
+            start, store = time.monotonic(), run_store(run)
+            self._folder = store.pull(store.reference(version), without=OPTIMIZER)
+            engine.load(self._folder, version)
+            say("standing", f"{self.name} loaded v{version} in {time.monotonic() - start:.1f} s")
+        worker = make_worker(
+            run.config, engine, buffer, folder=self._folder, name=self.name, departure=self.departure
+        )
+        done = worker.drain(iteration, waits=False)
+        if done.num_portions or done.num_returned:
+            rate = done.num_tokens / max(done.seconds, 1e-9)
+            say(
+                "standing",
+                f"{self.name}: {done.num_portions} portions, {done.num_returned} returned, "
+                f"{done.num_samples} samples, "
+                f"{done.num_tokens} tokens of v{version}, {rate:,.0f} tokens/s",
+                iteration=iteration,
+            )
+        return done.num_portions
+
+
+def follow(root: PolicyStore, *, name: str, departure: Departure) -> None:
+    """Work until the departure."""
+    worker, looked = StandingWorker(root, name=name, departure=departure), -LOOK_SECONDS
+    while not departure.is_due:
+        if time.monotonic() - looked >= LOOK_SECONDS:
+            worker.look()
+            looked = time.monotonic()
+        if not worker.work():
+            time.sleep(POLL_SECONDS)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="A standing rollout worker that follows a campaign.")
+    parser.add_argument("--config", required=True, type=Path, help="the campaign's YAML")
+    parser.add_argument("--store", help="replaces checkpoint.store")
+    parser.add_argument("--campaign", help="replaces name")
+    parser.add_argument("--worker", help="name of this worker; default: host, process and a random part")
+    options = parser.parse_args(arguments)
+    config = CampaignConfig.model_validate_json(json.dumps(yaml.safe_load(options.config.read_text())))
+    config = with_overrides(config, name=options.campaign, checkpoint__store=options.store)
+    # random: a restarted container has the host and process number of the one that was barred
+    name = options.worker or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
+    rollout = config.rollout
+    with departing(
+        grace_seconds=rollout.grace_seconds,
+        metadata_url=rollout.metadata_url,
+        poll_seconds=rollout.notice_poll_seconds,
+    ) as departure:
+        follow(open_store(config, config.name), name=name, departure=departure)
+    say("standing", f"{name} leaves: {departure.reason}")
+    departure.exit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The servers that one campaign's buffer is spread over: which one holds what, and how all are asked."""
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tasks.experience import scripts
+from tasks.experience.errors import (
+    BufferDamaged,
+    IterationDropped,
+    PolicyVersionMismatch,
+    ShardMismatch,
+    WorkerBarred,
+)
+from tasks.experience.records import WorkItem
+from tasks.experience.server import Server
+
+Taken = tuple[int, str, int, dict[bytes, bytes]]
+"""(shard, entry, attempt, fields) of what a consumer was handed."""
+
+
+class Shards:
+    """A fixed list of servers; its order and length are part of an iteration: scripts refuse another list."""
+
+    def __init__(
+        self, urls: Sequence[str], campaign: str, *, reconnect_seconds: float, revive: Callable[[], object]
+    ) -> None:
+        if not urls or len(set(urls)) < len(urls):
+            raise ValueError("buffer.url must name one or more different servers. Remove repetitions.")
+        self.campaign = campaign
+        self.servers = [Server(url, reconnect_seconds=reconnect_seconds, revive=revive) for url in urls]
+        self.numbers = range(len(self.servers))
+
+    def of(self, item: WorkItem) -> int:
+        return item.portion % len(self.servers)
+
+    def layout(self, shard: int) -> str:
+        return f"{shard}/{len(self.servers)}"
+
+    def key(self, iteration: int, name: str) -> str:
+        return f"{{{self.campaign}}}:{iteration}:{name}"
+
+    def campaign_key(self, name: str) -> str:
+        return f"{{{self.campaign}}}:{name}"
+
+    def read(self, command: str, *arguments: Any) -> list[Any]:
+        """The answer of every server."""
+        return [server.read(command, *arguments) for server in self.servers]
+
+    def run(self, script: str, iteration: int, argv: Sequence[Any], shard: int) -> Any:
+        keys = [self.key(iteration, name) for name in scripts.KEY_NAMES]
+        keys += [self.campaign_key(name) for name in scripts.CAMPAIGN_KEYS]
+        return self.servers[shard].run(script, keys, argv)
+
+    def run_for(self, item: WorkItem, script: str, argv: Sequence[Any]) -> Any:
+        return self.run(script, item.iteration, argv, self.of(item))
+
+    def run_handles(self, script: str, iteration: int, head: list[Any], handles: Iterable[str]) -> int:
+        """Sum of the replies to lists of (entry, attempt), each sent to the shard that its handles name."""
+        split = [handle.split("@") for handle in handles]
+        total = 0
+        for shard in self.numbers:
+            if here := [part for *fence, where in split if int(where) == shard for part in fence]:
+                total += int(self.run(script, iteration, [*head, *here], shard))
+        return total
+
+    def take(
+        self,
+        stream: str,
+        consumer: str,
+        terms: list[int],
+        *,
+        iteration: int,
+        version: int | None,
+        number: int,
+    ) -> list[Taken]:
+        """Up to ``number`` entries. Consumers begin at different shards, so that none is asked by all first.
+
+        Args:
+            terms: lease in ms, attempts at most.
+        """
+        taken: list[Taken] = []
+        first = zlib.crc32(consumer.encode())
+        for shard in ((first + n) % len(self.servers) for n in self.numbers):
+            if len(taken) == number:
+                break
+            wanted = "" if version is None else version
+            argv = [stream, consumer, *terms, number - len(taken), wanted, self.layout(shard)]
+            reply = self.run("take", iteration, argv, shard)
+            if reply[0] == -2:
+                raise WorkerBarred(
+                    f"worker {consumer} must publish groups that can be read, got barred: "
+                    f"{reply[1].decode()}. Its items went back to the queue; replace the worker."
+                )
+            self.refuse(reply, iteration, version, shard)
+            if reply[1]:
+                raise BufferDamaged(
+                    f"every leased entry of {self.key(iteration, stream)} must exist until it is settled, "
+                    f"got {reply[1]} deleted by somebody else (XTRIM, XDEL or eviction). Samples are lost: "
+                    "run this iteration again."
+                )
+            for entry, attempt, fields in reply[2:]:
+                pairs = dict(zip(fields[::2], fields[1::2], strict=True))
+                taken.append((shard, entry.decode(), attempt, pairs))
+        return taken
+
+    def refuse(self, reply: Sequence[Any], iteration: int, version: int | None, shard: int) -> None:
+        """Raise what a negative first value of a reply stands for."""
+        if reply[0] == -1:
+            raise PolicyVersionMismatch(iteration, int(reply[1]), version)
+        if reply[0] == -2:
+            raise IterationDropped(
+                f"iteration {iteration} of campaign {self.campaign} must be open to take work, got a "
+                "dropped one: its policy version is committed. Resume at the next iteration, or give a "
+                "fresh campaign a new name."
+            )
+        if reply[0] == -3:
+            raise ShardMismatch(
+                f"iteration {iteration} must be used with the servers it was put on, shard "
+                f"{reply[1].decode()} (number/all), got shard {self.layout(shard)}. Restore buffer.url, or "
+                "let the iteration end before it changes."
+            )
