@@ -1,9 +1,9 @@
 """What the buffer costs: python tests/bench_buffer.py prints one table. 8 producers, 2 consumers, one server.
 
-Rows of one size: plain Valkey commands (XADD, XREADGROUP, XACK + XDEL in a pipeline) as the floor, the buffer's
-publish and take and score, and the buffer with payloads in S3 objects and only their keys in the stream. Then
-the time of a renewal while 1,000 simulated workers renew. Threads share an interpreter's lock, so producers and
-consumers are processes.
+Rows of one size: plain Valkey commands (XADD, XREADGROUP, XACK + XDEL in a pipeline) as the floor, the
+buffer's publish, take and score, and the buffer with payloads in S3 objects, their keys in the stream. Then
+the time of a renewal while 1,000 workers hold leases. Producers and consumers are processes: threads would
+share an interpreter's lock.
 """
 
 import argparse
