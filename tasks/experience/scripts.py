@@ -124,9 +124,11 @@ local function set_aside(entry, attempts, owner)
   end
 end
 local function hand_out(entry, attempt, fields)
-  if is_work then call('HSET', since, entry, string.format('%.0f', now)) end
-  reply[#reply + 1] = {{entry, attempt, fields}}
-end
+  if is_work then
+    call('HSET', since, entry, string.format('%.0f', now))
+  else  -- a scorer needs no more, and each value costs it time to parse
+    fields = {{'id', field(fields, 'id'), 'samples', field(fields, 'samples'), 'payload', field(fields,
+    'payload')}} end reply[#reply + 1] = {{entry, attempt, fields}} end
 
 while #reply - 2 < want do
   local idle = call('XPENDING', stream, '{GROUP}', 'IDLE', ARGV[3], '-', '+', want - (#reply - 2))
@@ -217,9 +219,10 @@ if is_closed() then
   return {{-2}}
 end
 if not held(work, ARGV[1], ARGV[2], ARGV[3]) then return {{-1}} end
-local bytes, waiting = 0, tonumber(call('HGET', counters, 'bytes_waiting') or 0)
+local bytes, waiting, is_new = 0, tonumber(call('HGET', counters, 'bytes_waiting') or 0), {{}}
 for i = 8, #ARGV, 3 do
-  if call('HEXISTS', published, ARGV[i]) == 0 then bytes = bytes + #ARGV[i + 2] end
+  is_new[ARGV[i]] = call('HEXISTS', published, ARGV[i]) == 0
+  if is_new[ARGV[i]] then bytes = bytes + #ARGV[i + 2] end
 end
 if bytes > 0 and waiting > 0 and waiting + bytes > tonumber(ARGV[4]) then
   call('XCLAIM', work, '{GROUP}', ARGV[2], 0, ARGV[1], 'JUSTID')
@@ -227,7 +230,8 @@ if bytes > 0 and waiting > 0 and waiting + bytes > tonumber(ARGV[4]) then
 end
 local groups, samples, duplicates, stored = 0, 0, 0, 0
 for i = 8, #ARGV, 3 do
-  if call('HEXISTS', published, ARGV[i]) == 0 then
+  if is_new[ARGV[i]] then
+    is_new[ARGV[i]] = false
     local entry = call('XADD', rollouts, '*', 'id', ARGV[i], 'samples', ARGV[i + 1], 'item', ARGV[5],
                        'worker', ARGV[2], 'payload', ARGV[i + 2])
     call('HSET', published, ARGV[i], entry .. ' ' .. #ARGV[i + 2])
@@ -251,7 +255,9 @@ return {{1, groups}}
 
 # ARGV: scorer, then (entry, attempt, group id, packed scored group) each
 # -> {1, newly stored} | {-1, group id} when a group is paired with another group's entry (nothing is stored)
-PUBLISH_SCORED = """
+PUBLISH_SCORED = (
+    f"local GROUP = '{GROUP}'"
+    + """
 if call('EXISTS', rollouts) == 0 then return {1, 0} end
 local bytes = {}
 for i = 2, #ARGV, 4 do
@@ -259,19 +265,26 @@ for i = 2, #ARGV, 4 do
   if entry ~= ARGV[i] then return {-1, ARGV[i + 2]} end
   bytes[i] = size
 end
-local stored = 0
+local stored, freed, ours = 0, 0, {}
 for i = 2, #ARGV, 4 do
   if held(rollouts, ARGV[i], ARGV[1], ARGV[i + 1]) then
-    remove(rollouts, ARGV[i])
-    count('bytes_waiting', -bytes[i])
-    if call('HSETNX', scored, ARGV[i + 2], ARGV[i + 3]) == 1 then
-      count('groups_scored', 1)
-      stored = stored + 1
-    end
+    ours[#ours + 1] = ARGV[i]
+    freed = freed + bytes[i]
+    bytes[i] = 'held'
   end
 end
+if #ours == 0 then return {1, 0} end
+call('XACK', rollouts, GROUP, unpack(ours))
+call('XDEL', rollouts, unpack(ours))
+call('HDEL', returns, unpack(ours))
+for i = 2, #ARGV, 4 do
+  if bytes[i] == 'held' then stored = stored + call('HSETNX', scored, ARGV[i + 2], ARGV[i + 3]) end
+end
+count('bytes_waiting', -freed)
+if stored > 0 then count('groups_scored', stored) end
 return {1, stored}
 """
+)
 
 # A group that cannot be read: forget it, bar the worker that published it, put its item on the queue again.
 # ARGV: scorer, entry, attempt, reason -> {1, worker} | {0} when not held

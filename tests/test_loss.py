@@ -1,0 +1,121 @@
+"""Losing Valkey between the stages of an iteration, which run in this process, on real servers.
+
+What these tests cannot see: the loss of the last second of an append-only file with its machine.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from campaigns import SMALL
+
+from tasks.archive import archive
+from tasks.buffer import assemble
+from tasks.checkpoint import initialize
+from tasks.config import CampaignConfig, with_overrides
+from tasks.embedded import process
+from tasks.prompts import offer_prompts
+from tasks.records import CampaignRun, PolicyVersion, RolloutReport, TrainBatch
+from tasks.reward import score
+from tasks.rollout import rollout_worker
+from tasks.session import run_buffer, run_store
+
+
+@pytest.fixture
+def run(tmp_path: Path, leave_servers: None) -> Iterator[CampaignRun]:
+    config = with_overrides(
+        CampaignConfig.model_validate(SMALL),
+        checkpoint__store=str(tmp_path / "store"),
+        buffer__capacity_mb=64,
+    )
+    yield CampaignRun(config=config, lineage=1, code_revision="test")
+
+
+def generate(run: CampaignRun, version: PolicyVersion, *, iteration: int = 0) -> RolloutReport:
+    """Offer the prompts and let one worker do what it may: two of four portions."""
+    prompts = offer_prompts(run=run, iteration=iteration, behavior=version)
+    return rollout_worker(worker=0, run=run, prompts=prompts, behavior=version)
+
+
+def seal(run: CampaignRun, version: PolicyVersion, *, iteration: int = 0) -> TrainBatch:
+    prompts = offer_prompts(run=run, iteration=iteration, behavior=version)
+    scores = score(run=run, prompts=prompts, behavior=version, rollouts=[])
+    return assemble(run=run, scores=scores, policy=version)
+
+
+def kill_valkey(run: CampaignRun, *, loses_data: bool = False) -> None:
+    folder = Path(run.config.checkpoint.store) / "valkey"
+    run_buffer(run)
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_server = (entry / "exe").readlink().name == "valkey-server"
+            if is_server and (entry / "cwd").readlink().is_relative_to(folder):
+                os.kill(int(entry.name), signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while process._is_held(folder / "alive.lock"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if loses_data:
+        shutil.rmtree(folder / "data")
+
+
+def without_time(batch: TrainBatch) -> dict:
+    return batch.model_dump(exclude={"seconds", "sealed_at", "workers"})
+
+
+@pytest.fixture
+def control(tmp_path: Path, leave_servers: None) -> TrainBatch:
+    """The first iteration's batch, undisturbed, in a store of its own."""
+    config = with_overrides(CampaignConfig.model_validate(SMALL), checkpoint__store=str(tmp_path / "control"))
+    calm = CampaignRun(config=config, lineage=1, code_revision="test")
+    version = initialize(run=calm)
+    generate(calm, version)
+    generate(calm, version)
+    return seal(calm, version)
+
+
+def same_samples(one: TrainBatch, other: TrainBatch) -> bool:
+    names = ("num_samples", "produced", "rejected", "sha256")  # keys differ: they carry the store's digest
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def test_a_server_that_comes_back_with_its_log_costs_nothing(run: CampaignRun, control: TrainBatch) -> None:
+    version = initialize(run=run)
+    first = generate(run, version)
+    kill_valkey(run)
+    second = generate(run, version)
+    assert (first.num_portions, second.num_portions) == (2, 2) and run_buffer(run).outstanding(0) == 0
+    kill_valkey(run)
+    batch = seal(run, version)
+    assert run_buffer(run).produced(0).duplicates == 0 and same_samples(batch, control)
+    assert first.num_tokens + second.num_tokens == batch.metrics["generated_tokens"]
+
+
+def test_a_lost_server_costs_only_what_was_not_sealed(run: CampaignRun, control: TrainBatch) -> None:
+    version = initialize(run=run)
+    generate(run, version)
+    kill_valkey(run, loses_data=True)  # two portions are gone
+    again = [generate(run, version) for _ in range(2)]
+    assert [report.num_portions for report in again] == [2, 2]
+    batch = seal(run, version)
+    assert same_samples(batch, control)
+    kill_valkey(run, loses_data=True)  # after sealing
+    assert generate(run, version).num_portions == 0
+    assert without_time(seal(run, version)) == without_time(batch)
+    kept = archive(run=run, batch=batch, policy=version)
+    assert kept.num_samples == batch.num_samples and run_store(run).find_object(kept.key)
+
+
+def test_the_archive_holds_every_produced_sample(run: CampaignRun) -> None:
+    version = initialize(run=run)
+    generate(run, version)
+    generate(run, version)
+    batch = seal(run, version)
+    kept = archive(run=run, batch=batch, policy=version)
+    assert kept.num_samples == batch.produced == batch.num_samples + sum(batch.rejected.values())
+    assert archive(run=run, batch=batch, policy=version) == kept
