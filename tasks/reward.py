@@ -34,7 +34,11 @@ def score(
             groups, unreadable = readable(taken)
             for handle, reason in unreadable:
                 worker = buffer.refuse_rollout("score", iteration, handle, reason)
-                say("score", f"refused a group of worker {worker}, barred: {reason}", iteration=iteration)
+                say(
+                    "score",
+                    f"refused a group of worker {worker}, now barred: {reason[:160]}",
+                    iteration=iteration,
+                )
             buffer.publish_scored("score", iteration, score_groups(groups, environment, tokenizer))
 
     score_waiting()

@@ -1,4 +1,4 @@
-"""Losing Valkey between the stages of an iteration, which run in this process, on real servers.
+"""Losing Valkey, or trusting a liar, between the stages of an iteration; they run here, on real servers.
 
 What these tests cannot see: the loss of the last second of an append-only file with its machine.
 """
@@ -19,10 +19,13 @@ from tasks.buffer import assemble
 from tasks.checkpoint import initialize
 from tasks.config import CampaignConfig, with_overrides
 from tasks.embedded import process
+from tasks.experience.errors import WorkerBarred
+from tasks.experience.records import Group
 from tasks.prompts import offer_prompts
 from tasks.records import CampaignRun, PolicyVersion, RolloutReport, TrainBatch
 from tasks.reward import score
 from tasks.rollout import rollout_worker
+from tasks.schema import PromptFrame, from_bytes
 from tasks.session import run_buffer, run_store
 
 
@@ -119,3 +122,27 @@ def test_the_archive_holds_every_produced_sample(run: CampaignRun) -> None:
     kept = archive(run=run, batch=batch, policy=version)
     assert kept.num_samples == batch.produced == batch.num_samples + sum(batch.rejected.values())
     assert archive(run=run, batch=batch, policy=version) == kept
+
+
+def test_a_worker_that_publishes_garbage_is_named_and_its_work_redone(
+    run: CampaignRun, control: TrainBatch
+) -> None:
+    version = initialize(run=run)
+    prompts = offer_prompts(run=run, iteration=0, behavior=version)
+    buffer = run_buffer(run)
+    (lease,) = buffer.lease("liar", iteration=0)
+    names = from_bytes(lease.item.payload, schema=PromptFrame)["prompt_id"].to_list()
+    buffer.publish(lease, [Group(group_id=name, num_samples=8, payload=b"garbage") for name in names])
+    assert buffer.settle(lease)
+    for _ in range(2):
+        generate(run, version)
+    with pytest.raises(RuntimeError, match="got 1 of 4: workers were lost or barred"):
+        score(run=run, prompts=prompts, behavior=version, rollouts=[])
+    assert list(buffer.barred()) == ["liar"]
+    with pytest.raises(WorkerBarred, match="ComputeError"):
+        buffer.lease("liar", iteration=0)
+    assert generate(run, version).num_portions == 1
+    batch = seal(run, version)
+    assert batch.sha256 == control.sha256, "the same samples as without the liar"
+    assert batch.rejected["refused"] == 96 and batch.produced == control.produced + 96
+    assert batch.produced == batch.num_samples + sum(batch.rejected.values())

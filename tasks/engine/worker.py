@@ -96,8 +96,7 @@ class RolloutWorker:
             self.buffer.return_(lease)
             raise
         if is_complete:
-            self.buffer.settle(lease)
-            done.num_portions += 1
+            done.num_portions += self.buffer.settle(lease)  # not if one of its groups was refused meanwhile
         elif not is_lost.is_set():
             self.buffer.return_(lease)
             done.num_returned += 1
