@@ -155,19 +155,16 @@ def main() -> None:
                 ("buffer", buffer_put, buffer_take, rate, ""),
                 ("buffer, payloads in S3", buffer_put, buffer_take, s3_rate, folder),
             )
-            floor = 0.0
-            for name, put, take, expected, store in ways:
-                each = max(BATCH, int(options.seconds * expected / PRODUCERS) // BATCH * BATCH)
-                found = max(
-                    samples_per_second(url, put, take, each=each, size=size, store=store)
-                    for _ in range(options.rounds)
-                )
-                floor = floor or found
-                print(
-                    f"{size >> 10:>4} KiB  {name:<28} {found:>10,.0f} {found * size / 1e6:>8,.0f} "
-                    f"{found / floor:>9.0%}",
-                    flush=True,
-                )
+            best: dict[str, float] = {}
+            for _ in range(options.rounds):  # one way after the other, so that a busy machine is so for all
+                for name, put, take, expected, store in ways:
+                    each = max(BATCH, int(options.seconds * expected / PRODUCERS) // BATCH * BATCH)
+                    found = samples_per_second(url, put, take, each=each, size=size, store=store)
+                    best[name] = max(found, best.get(name, 0.0))
+            floor = best[ways[0][0]]
+            for name, found in best.items():
+                line = f"{size >> 10:>4} KiB  {name:<28} {found:>10,.0f} {found * size / 1e6:>8,.0f}"
+                print(f"{line} {found / floor:>9.0%}", flush=True)
         median, worst, rate = renewal(url, 1000)
         print(f"renewal at 1,000 leases: median {median:.2f} ms, p99 {worst:.2f} ms, {rate:,.0f} a second")
         print(f"1,000 workers that renew every 20 s use {50 / rate:.1%} of one connection's time")

@@ -1,23 +1,28 @@
 """What can be asked about a campaign: its archive, the live view, metrics, the report's table of workers."""
 
+import json
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from typing import Any
 
 import polars as pl
 import pytest
 from publishing import manifest
 from test_experience import group, item, make
+from test_report import record
 
 from tasks.artifacts.store import PolicyStore
 from tasks.config import CampaignConfig
 from tasks.experience import query
 from tasks.experience.archive import archive_bytes, archive_key
 from tasks.experience.buffer import ExperienceBuffer
+from tasks.experience.ledger import CampaignLedger
 from tasks.experience.records import Group, Unscored
 from tasks.experience.watch import Watcher, serve_metrics, view_metrics, view_text
 from tasks.records import CampaignRun, TrainBatch, WorkerThroughput
+from tasks.reporting.operations import generation_section
 from tasks.rl.assembly import assemble_frame, sample_fates
 from tasks.schema import RolloutFrame, ScoredFrame, TrainFrame, make_frame, polars_schema, to_bytes
 
@@ -202,3 +207,27 @@ def test_train_rows_alone_answer_after_the_buffer_was_lost(policy_store: PolicyS
     made = query.made_of(policy_store, 1)
     assert len(made.trained) == 2 and made.trained["reward"].null_count() == 0
     assert "produced 2 = 2 trained" in query.text_of(made, limit=0)
+
+
+def test_the_report_shows_each_workers_throughput_and_what_was_left() -> None:
+    campaign = record(num_iterations=1)
+    batch = TrainBatch(
+        iteration=0, objective="clipped_policy", key="k", sha256="s", num_samples=1, behavior_version=0,
+        produced=6, rejected={}, metrics={}, seconds={}, sealed_at=0.0, late=16,
+        workers={
+            "fast<b>": WorkerThroughput(samples=60, tokens=600, seconds=3.0),
+            "slow": WorkerThroughput(samples=6, tokens=60, seconds=3.0),
+        },
+    )  # fmt: skip
+    entry = campaign.ledger.iterations[0].model_copy(update={"unsampled": 40})
+    campaign = replace(campaign, batches=[batch], ledger=CampaignLedger(iterations=(entry,)))
+    html = generation_section(campaign)
+    assert html.index("fast&lt;b&gt;") < html.index("slow") and ">200<" in html and ">20<" in html
+    assert "40 offered samples were never finished" in html and "16 came after that" in html
+    assert "not sampled: 40" in entry.reasons() and entry.balance() == 0
+    lines = [json.loads(line) for line in campaign.metrics_jsonl().splitlines()]
+    assert "workers" not in lines[0] and lines[1]["workers"]["slow"]["tokens"] == 60
+
+
+def test_a_report_without_throughput_has_no_such_section() -> None:
+    assert generation_section(record(num_iterations=1)) == ""

@@ -112,5 +112,5 @@ def _batch(store: "PolicyStore", manifest: Manifest) -> TrainBatch:
 def _unpublished(iteration: int, *, pending: int) -> IterationLedger:
     return IterationLedger(
         iteration=iteration, produced=pending, trained=0, pending=pending, oldest_policy_version=0,
-        newest_policy_version=0,
+        newest_policy_version=0, unsampled=0,
     )  # fmt: skip
