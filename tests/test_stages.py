@@ -1,4 +1,4 @@
-"""Losing Valkey, or trusting a liar, between the stages of an iteration; they run here, on real servers.
+"""The stages of an iteration, run in this process on real servers: a lost Valkey, a liar, an early quota.
 
 What these tests cannot see: the loss of the last second of an append-only file with its machine.
 """
@@ -146,3 +146,26 @@ def test_a_worker_that_publishes_garbage_is_named_and_its_work_redone(
     assert batch.sha256 == control.sha256, "the same samples as without the liar"
     assert batch.rejected["refused"] == 96 and batch.produced == control.produced + 96
     assert batch.produced == batch.num_samples + sum(batch.rejected.values())
+
+
+def test_over_sampling_ends_an_iteration_at_its_quota_and_counts_the_rest(
+    tmp_path: Path, leave_servers: None
+) -> None:
+    rollout = SMALL["rollout"] | {"oversample": 0.5, "max_portions_per_worker": 0, "batch_size": 80}
+    config = CampaignConfig.model_validate(SMALL | {"rollout": rollout})
+    run = CampaignRun(
+        config=with_overrides(config, checkpoint__store=str(tmp_path / "store")),
+        lineage=1,
+        code_revision="test",
+    )
+    version = initialize(run=run)
+    prompts = offer_prompts(run=run, iteration=0, behavior=version)
+    assert (prompts.num_groups, prompts.num_portions, prompts.num_samples) == (72, 6, 576)
+    report = rollout_worker(worker=0, run=run, prompts=prompts, behavior=version)
+    # chunks of 10 and 2 groups: 10, 12, 22, 24, 34, 36, 46, 48 of 72, and the quota of 48 is met
+    assert report.num_samples == 384 and run_buffer(run).progress(0).left == 3
+    scores = score(run=run, prompts=prompts, behavior=version, rollouts=[report])
+    batch = assemble(run=run, scores=scores, policy=version)
+    assert (batch.offered, batch.produced) == (576, 384)
+    assert batch.produced == batch.num_samples + sum(batch.rejected.values())
+    assert list(batch.workers) == [report.worker] and batch.workers[report.worker].tokens == report.num_tokens
