@@ -155,15 +155,16 @@ def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun) -> None:
 
 def _set_aside_pending(store: "PolicyStore", run: CampaignRun, iterations_done: int) -> None:
     """Reject by name what an earlier configuration left pending: it was made under other rules."""
-    for key in store.list_objects("config/"):
-        before = CampaignConfig.model_validate_json(store.get_object(key))
-        if before.digest() == run.config.digest():
+    for name in store.list_objects("config/"):
+        digest = name.rsplit("/", 1)[1].removesuffix(".json")
+        if digest == run.config.digest():
             continue
-        buffer = run_buffer(run, digest=key.rsplit("/", 1)[1].removesuffix(".json"))
+        before = CampaignConfig.model_validate_json(store.get_object(name))
+        buffer = run_buffer(run, digest=digest)
         for pending in range(iterations_done, iterations_done + before.schedule.max_staleness + 1):
-            if samples := buffer.produced(pending).samples:
-                store.put_object(f"set_aside/{pending:06d}-{before.digest()}.json", str(samples).encode())
+            samples, key = buffer.produced(pending).samples, f"set_aside/{pending:06d}-{digest}.json"
+            if samples and store.find_object(key) is None:
+                store.put_object(key, str(samples).encode())
                 buffer.drop(pending)
-                say(
-                    "resume", f"{samples} samples of an earlier configuration are rejected", iteration=pending
-                )
+                text = f"{samples} samples of an earlier configuration are rejected"
+                say("resume", text, iteration=pending)

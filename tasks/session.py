@@ -70,9 +70,9 @@ def run_buffer(run: CampaignRun, *, digest: str = "") -> "ExperienceBuffer":
 
 
 def run_environment(run: CampaignRun) -> "Environment":
-    from tasks.environments.protocol import make
+    from tasks.environments.make import make_environment
 
-    return make(run.config.environment, seed=run.config.seed)
+    return make_environment(run.config.environment, seed=run.config.seed)
 
 
 def code_revision() -> str:

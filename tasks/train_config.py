@@ -24,7 +24,7 @@ class TrainConfig(Section):
     backend: Literal["gloo", "nccl"] = "gloo"
     learning_rate: float = Field(default=2e-3, gt=0)
     final_learning_rate_share: float = Field(default=0.1, gt=0, le=1)
-    """The rate decays linearly over the campaign's iterations to this share of ``learning_rate``."""
+    """The rate is constant for the first half of a campaign, then decays linearly to this share."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-5, gt=0)

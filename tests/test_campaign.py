@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -176,3 +177,30 @@ def test_a_taken_port_is_one_clear_error(tmp_path):
         port = taken.getsockname()[1]
         output = refused(tmp_path, SMALL | {"checkpoint": {"port": port}})
     assert f"checkpoint.port {port}" in " ".join(output.split()) and "in use" in output
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_stops_the_run_and_loses_nothing(reference, tmp_path):
+    disk = tmp_path / "store"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", str(disk)]).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    config = SMALL | {"checkpoint": {"min_free_gb": 0}}
+    process = start(tmp_path, config)
+    try:
+        wait_for(tmp_path, r"iter +1  generate  worker 0", process)
+        filler = disk / "filler"
+        with filler.open("wb") as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(1 << 20))
+                file.flush()
+        assert process.wait(120) != 0
+        output = " ".join((tmp_path / "log").read_text().split())
+        assert "space" in output or "disk" in output, output[-3000:]
+        wait_until_stopped(disk)
+        filler.unlink()
+        assert run(tmp_path, config).digests() == reference.digests()
+    finally:
+        stop(process)
+        wait_until_stopped(disk)
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)

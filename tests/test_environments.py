@@ -3,17 +3,20 @@
 import pytest
 
 from tasks.config import EnvironmentConfig
-from tasks.environments.protocol import make
+from tasks.environments.make import make_environment
 from tasks.environments.scoring import judge, score_groups
 from tasks.experience.records import Group
 from tasks.policy.tokenizer import character_tokenizer, encode, prompt_ids
 from tasks.schema import RolloutFrame, ScoredFrame, from_bytes, make_frame, to_bytes
 
-REVERSE = make(EnvironmentConfig(), seed=0)
+REVERSE = make_environment(EnvironmentConfig(), seed=0)
 
 
 def test_training_prompts_are_fixed_by_seed_and_position():
-    again, other = make(EnvironmentConfig(), seed=0), make(EnvironmentConfig(), seed=1)
+    again, other = (
+        make_environment(EnvironmentConfig(), seed=0),
+        make_environment(EnvironmentConfig(), seed=1),
+    )
     stream = [REVERSE.train_prompt(i) for i in range(50)]
     assert stream == [again.train_prompt(i) for i in range(50)]
     assert stream != [other.train_prompt(i) for i in range(50)]
@@ -52,7 +55,7 @@ def test_reverse_scores_by_right_positions(response, is_finished, reward):
 
 
 def test_sort_digits_wants_them_ascending():
-    sort = make(EnvironmentConfig(name="sort_digits"), seed=0)
+    sort = make_environment(EnvironmentConfig(name="sort_digits"), seed=0)
     assert sort.verify("000000000-4213", "1234", is_finished=True).is_exact
     assert sort.train_prompt(0).text.startswith("sort ")
 

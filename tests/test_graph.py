@@ -121,7 +121,8 @@ def test_segments_chain_launch_plans_over_all_iterations():
     run = CampaignRun(config=CampaignConfig(schedule={"iterations": 23}), lineage=1, code_revision="r")
     state = CampaignState(versions=[version(3)], iterations_done=3)
     spec = unrolled(campaign.segments, run=run, state=state)
-    assert len(spec.nodes) == 2  # 3..13 and 13..23
+    until = [b.binding.scalar.primitive.integer for n in spec.nodes for b in n.inputs if b.var == "until"]
+    assert until == [13, 23]
     assert all(node.workflow_node.launchplan_ref.name == "moe_rl_segment" for node in spec.nodes)
 
 

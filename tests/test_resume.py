@@ -83,7 +83,8 @@ def test_pending_samples_of_an_earlier_configuration_are_rejected_by_name(run):
     resumed(changed)
     ledger = campaign_ledger(run_store(changed), changed, []).require_balanced()
     assert ledger.totals().rejected == {"configuration_changed": 6} and ledger.totals().pending == 0
-    assert run_buffer(run).outstanding(1) == 0  # freed
+    assert run_buffer(run).progress(1).groups_published == 1
+    assert run_buffer(run).take_rollouts("anyone", iteration=1, max_groups=9) == []  # freed
 
 
 def test_samples_of_an_unpublished_iteration_are_pending(run):

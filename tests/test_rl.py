@@ -46,6 +46,19 @@ def test_clipped_loss_by_hand_with_nan_in_a_masked_slot():
     torch.testing.assert_close(metrics["kl_k3"], torch.tensor(math.exp(0.5) - 1.5 + math.exp(-0.5) - 0.5))
 
 
+@pytest.mark.parametrize(("log_ratio", "advantage", "bound"), [(1.0, 1.0, 1.28), (-1.0, -1.0, 0.8)])
+def test_the_ratio_is_clipped_at_one_plus_high_and_one_minus_low(log_ratio, advantage, bound):
+    loss, _ = policy_loss([log_ratio], [0.0], [advantage], [True], tokens=1)
+    torch.testing.assert_close(loss, torch.tensor(-bound * advantage))
+
+
+def test_kl_estimates_by_hand():
+    # k1 = -(0.7); k3 = e^0.7 - 1 - 0.7 (Schulman, approximating KL: r - 1 - log r with r = new / behavior)
+    _, metrics = policy_loss([-0.3], [-1.0], [1.0], [True], tokens=1)
+    torch.testing.assert_close(metrics["kl_k1"], torch.tensor(-0.7))
+    torch.testing.assert_close(metrics["kl_k3"], torch.tensor(math.exp(0.7) - 1.7))
+
+
 def test_the_unclipped_side_of_the_surrogate_keeps_its_gradient():
     # ratio above the upper bound with a negative advantage (and below the lower with a positive one) is not
     # clipped

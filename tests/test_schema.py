@@ -72,6 +72,7 @@ def test_no_payload_is_an_empty_frame_of_the_right_type(schema):
             "response_and_logprobs_have_equal_length",
         ),
         (RolloutFrame, {"behavior_logprob": [float("nan"), -1]}, "logprobs_are_finite_and_at_most_zero"),
+        (RolloutFrame, {"behavior_logprob": [float("-inf"), -1]}, "logprobs_are_finite_and_at_most_zero"),
         (RolloutFrame, {"behavior_logprob": [0.5, -1]}, "logprobs_are_finite_and_at_most_zero"),
         (RolloutFrame, {"finish_reason": "tired"}, "isin"),
         (RolloutFrame, {"policy_version": -1}, "greater_than_or_equal_to"),

@@ -99,10 +99,10 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
 
 
 def learning_rate(config: CampaignConfig, iteration: int) -> float:
-    """Linear decay over the campaign's iterations, from ``learning_rate`` to its final share."""
+    """Constant for the first half of the campaign's iterations, then linear to the final share."""
     last = max(config.schedule.iterations - 1, 1)
-    done = min(iteration / last, 1.0)
-    return config.train.learning_rate * (1 - done * (1 - config.train.final_learning_rate_share))
+    decayed = min(max(2 * iteration / last - 1, 0.0), 1.0)
+    return config.train.learning_rate * (1 - decayed * (1 - config.train.final_learning_rate_share))
 
 
 def read_batch(store: "PolicyStore", batch: TrainBatch) -> list[dict[str, Any]]:
