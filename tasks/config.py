@@ -191,7 +191,7 @@ class AlgorithmConfig(Section):
     normalize_by_std: bool = True
     """Divide centred rewards by the group's standard deviation (GRPO); off = Dr. GRPO (arXiv 2503.20783)."""
     num_minibatches: int = Field(default=32, ge=1)
-    """Optimizer steps of an iteration whose samples are all trained; with fewer samples, fewer steps."""
+    """Optimizer steps an iteration; each sees its share of the samples once."""
 
 
 class WarmStartConfig(Section):
@@ -264,10 +264,6 @@ class CampaignConfig(Section):
                 f"{self.environment.num_digits + 4}."
             )
         return self
-
-    @property
-    def samples_per_minibatch(self) -> int:
-        return -(-self.rollout.samples_per_iteration // self.algorithm.num_minibatches)
 
     @classmethod
     def model_validate_json(

@@ -196,11 +196,7 @@ def scored(prompt, index, reward, **changes):
 
 
 def config(**sections):
-    """24 samples an iteration in two mini-batches of 12."""
-    rollout = {"prompts_per_iteration": 12, "group_size": 2, "groups_per_portion": 1}
-    return CampaignConfig.model_validate(
-        {"algorithm": {"num_minibatches": 2}, "rollout": rollout, **sections}
-    )
+    return CampaignConfig.model_validate({"algorithm": {"num_minibatches": 2}, **sections})
 
 
 def test_assembly_accounts_for_every_sample():
@@ -248,12 +244,6 @@ def test_assembly_does_not_depend_on_the_order_of_samples():
         )
     assert frames[0].equals(frames[1])
     assert frames[0].group_by("minibatch").len().sort("minibatch")["len"].to_list() == [12, 12]
-
-
-def test_an_iteration_with_few_samples_takes_fewer_steps_of_the_same_size():
-    rows = [scored(f"p{p}", i, random.Random(p * 8 + i).random()) for p in range(3) for i in range(4)]
-    train, _, _ = assemble_frame(make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7)
-    assert train["minibatch"].to_list() == [0] * 12
 
 
 def test_assembly_with_nothing_to_learn_from_is_empty_not_an_error():

@@ -32,7 +32,7 @@ def assemble_frame(
     admitted, without_signal = _with_advantages(admitted, normalize_by_std=config.algorithm.normalize_by_std)
     rejected |= without_signal
     train = _into_minibatches(
-        admitted, samples_per_minibatch=config.samples_per_minibatch, seed=config.seed + iteration
+        admitted, num_minibatches=config.algorithm.num_minibatches, seed=config.seed + iteration
     )
     metrics = {
         "zero_variance": without_signal.get("zero_variance", 0) / max(len(frame), 1),
@@ -106,13 +106,10 @@ def _with_advantages(frame: pl.DataFrame, *, normalize_by_std: bool) -> tuple[pl
     return pl.concat(parts).sort(SAMPLE), rejected
 
 
-def _into_minibatches(frame: pl.DataFrame, *, samples_per_minibatch: int, seed: int) -> pl.DataFrame:
-    """Shuffle by the seed and deal into mini-batches of about ``samples_per_minibatch``.
-
-    Late in a campaign few groups still differ; a fixed number of steps would make each of them noise.
-    """
+def _into_minibatches(frame: pl.DataFrame, *, num_minibatches: int, seed: int) -> pl.DataFrame:
+    """Shuffle by the seed and deal into mini-batches of nearly equal size."""
     order = torch.randperm(len(frame), generator=torch.Generator().manual_seed(seed)).tolist()
-    count = max(-(-len(frame) // samples_per_minibatch), 1)
+    count = min(num_minibatches, max(len(frame), 1))
     minibatch = [i * count // max(len(frame), 1) for i in range(len(frame))]
     train = frame[order].with_columns(
         loss_mask=pl.col("response_ids").list.eval(pl.element().is_not_null()),
