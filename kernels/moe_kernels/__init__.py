@@ -1,0 +1,1 @@
+"""Kernels of a training step, each with a plain-torch reference. Imports without a GPU and without Triton."""

@@ -1,0 +1,92 @@
+"""``chunks`` in Triton: one read of the logits forward, one read and write backward.
+
+Shape key: T tokens, C vocabulary entries of one chunk.
+"""
+
+# Triton is not installed where types are checked, and its kernels are launched by subscript.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_kernels.chunks import Statistics
+
+FOLD_BLOCK, REWRITE_BLOCK = 4096, 4096
+
+
+def fold_(statistics: Statistics, logits_TC: Tensor, ids_T: Tensor, start: int, scale: float) -> None:
+    num_tokens, width = logits_TC.shape
+    s = statistics
+    if num_tokens:
+        _fold_kernel[(num_tokens,)](
+            logits_TC, ids_T, s.max_T, s.sum_T, s.moment_T, s.chosen_T, start, scale, width,
+            BLOCK=FOLD_BLOCK, num_warps=8,
+        )  # fmt: skip
+
+
+def rewrite_(
+    logits_TC: Tensor,
+    ids_T: Tensor,
+    start: int,
+    scale: float,
+    logsumexp_T: Tensor,
+    entropy_T: Tensor,
+    grad_logprob_T: Tensor,
+    grad_entropy_T: Tensor,
+) -> None:
+    num_tokens, width = logits_TC.shape
+    if num_tokens:
+        _rewrite_kernel[(num_tokens, triton.cdiv(width, REWRITE_BLOCK))](
+            logits_TC, ids_T, logsumexp_T, entropy_T, grad_logprob_T, grad_entropy_T, start, scale, width,
+            BLOCK=REWRITE_BLOCK, num_warps=8,
+        )  # fmt: skip
+
+
+@triton.jit
+def _fold_kernel(
+    logits, ids, maxima, sums, moments, chosen, start, scale, width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    row = logits + token * width
+    largest, total, moment = tl.load(maxima + token), tl.load(sums + token), tl.load(moments + token)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        is_in = column < width
+        z = tl.load(row + column, mask=is_in, other=0.0).to(largest.dtype) * scale
+        z = tl.where(is_in, z, -1e30)
+        new = tl.maximum(largest, tl.max(z, axis=0))
+        shift, below = largest - new, z - new
+        exp = tl.exp(below)
+        moment = (moment + total * shift) * tl.exp(shift) + tl.sum(exp * below, axis=0)
+        total = total * tl.exp(shift) + tl.sum(exp, axis=0)
+        largest = new
+    tl.store(maxima + token, largest)
+    tl.store(sums + token, total)
+    tl.store(moments + token, moment)
+    place = tl.load(ids + token) - start
+    if (place >= 0) & (place < width):
+        tl.store(chosen + token, tl.load(row + place).to(largest.dtype) * scale)
+
+
+@triton.jit
+def _rewrite_kernel(
+    logits, ids, logsumexps, entropies, grad_logprob, grad_entropy,
+    start, scale, width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = column < width
+    place = logits + token * width + column
+    logsumexp, entropy = tl.load(logsumexps + token), tl.load(entropies + token)
+    by_logprob, by_entropy = tl.load(grad_logprob + token), tl.load(grad_entropy + token)
+    number = tl.load(ids + token)
+    log_p = tl.load(place, mask=is_in, other=0.0).to(logsumexp.dtype) * scale - logsumexp
+    gradient = -tl.exp(log_p) * (by_logprob + by_entropy * (log_p + entropy))
+    gradient += tl.where(column == number - start, by_logprob, 0.0)
+    # select, not multiply: a masked token's statistics may be anything
+    gradient = tl.where(number >= 0, gradient * scale, 0.0)
+    tl.store(place, gradient.to(logits.dtype.element_ty), mask=is_in)
