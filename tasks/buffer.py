@@ -1,4 +1,4 @@
-"""Assembly: seal the scored samples of an iteration as one immutable train batch and account for every one of them."""
+"""Assembly: seal an iteration's scored samples as one train batch; account for every one of them."""
 
 import hashlib
 import time
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> TrainBatch:
     """Group-relative advantages of the admitted samples, in mini-batches, sealed in the store.
 
-    The first seal of an iteration stands: a repeated call returns it, so a retried trainer reads the same bytes.
+    The first seal of an iteration stands: a repeated call returns it, so a retried trainer reads the same
+    bytes.
     """
     from tasks.rl.assembly import assemble_frame
     from tasks.schema import ScoredFrame, from_bytes, to_bytes
@@ -90,7 +91,8 @@ def _stage_seconds(scores: ScoreReport, assemble_seconds: float) -> dict[str, fl
 def _require_signal(train: "pl.DataFrame", rejected: dict[str, int], iteration: int) -> None:
     if not len(train):
         raise RuntimeError(
-            f"iteration {iteration}: at least one group must have differing rewards, got none: {rejected}. Every "
-            "sample of every prompt earned the same reward, so there is nothing to learn from: make the task easier "
-            "or harder, raise rollout.group_size or rollout.temperature, or warm-start longer."
+            f"iteration {iteration}: at least one group must have differing rewards, got none: {rejected}. "
+            "Every sample of every prompt earned the same reward, so there is nothing to learn from: make "
+            "the task easier or harder, raise rollout.group_size or rollout.temperature, or warm-start "
+            "longer."
         )

@@ -32,7 +32,7 @@ def open_campaign(
     store: str | None,
     fresh: bool,
 ) -> CampaignRun:
-    """Fix the effective configuration and the lineage: the newest one of this name, or with ``fresh`` the next."""
+    """Fix the effective configuration and the lineage: the newest of this name; with ``fresh`` the next."""
     import yaml
 
     config = with_overrides(
@@ -85,7 +85,10 @@ def resume(run: CampaignRun) -> CampaignState:
         f"found version {head.version} after {done} iterations: {rest} (--fresh starts a new lineage)",
     )
     _set_aside_pending(store, run, done)
-    oldest = max(0, head.version - run.config.schedule.max_staleness)
+    for published in range(max(0, done - run.config.schedule.max_staleness - 1), done):
+        run_buffer(run).drop(published)  # a run killed between commit and drop left them
+    first = head.version - done  # the version that iteration 0 trained; earlier ones never sample
+    oldest = max(first, head.version - run.config.schedule.max_staleness)
     versions = [store.reference(number) for number in range(oldest, head.version + 1)]
     return CampaignState(versions=versions, iterations_done=done)
 
@@ -123,9 +126,10 @@ def publish(run: CampaignRun, candidate: Candidate, archive: SampleArchive | Non
         and manifest.metrics.get("skipped_steps", 0) < manifest.metrics["steps"]
     ):
         raise RuntimeError(
-            f"version {manifest.version} must differ from version {parent.version} after {manifest.metrics['steps']:.0f} "
-            f"optimizer steps, got the same tensor digest {manifest.tensor_digest[:16]}. Stale weights were saved; nothing "
-            "is published. Run the campaign again."
+            f"version {manifest.version} must differ from version {parent.version} after "
+            f"{manifest.metrics['steps']:.0f} optimizer steps, got the same tensor digest "
+            f"{manifest.tensor_digest[:16]}. Stale weights were saved; nothing is published. Run the "
+            "campaign again."
         )
     manifest = manifest.model_copy(
         update={"seconds": {**manifest.seconds, "publish": time.monotonic() - start}}
@@ -153,24 +157,25 @@ def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun) -> None:
     if fixed:
         listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in fixed.items())
         raise ValueError(
-            f"campaign {run.campaign} has version {head.version} and may not change these: {listed}. "
-            "Restore them, choose another name, or pass --fresh to start a new lineage beside this one."
+            f"campaign {run.campaign} has version {head.version} and may not change these: {listed}. Restore "
+            "them, choose another name, or pass --fresh to start a new lineage beside this one."
         )
     for name, (old, new) in changed.items():
         say("resume", f"{name} changed since version {head.version}: {old!r} -> {new!r}")
 
 
 def _set_aside_pending(store: "PolicyStore", run: CampaignRun, iterations_done: int) -> None:
-    """Samples that an earlier configuration left pending are rejected by name: they were made under other rules."""
-    for key in store.list_objects("config/"):
-        before = CampaignConfig.model_validate_json(store.get_object(key))
-        if before.digest() == run.config.digest():
+    """Reject by name what an earlier configuration left pending: it was made under other rules."""
+    for name in store.list_objects("config/"):
+        digest = name.rsplit("/", 1)[1].removesuffix(".json")
+        if digest == run.config.digest():
             continue
-        buffer = run_buffer(run, digest=key.rsplit("/", 1)[1].removesuffix(".json"))
+        before = CampaignConfig.model_validate_json(store.get_object(name))
+        buffer = run_buffer(run, digest=digest)
         for pending in range(iterations_done, iterations_done + before.schedule.max_staleness + 1):
-            if samples := buffer.produced(pending).samples:
-                store.put_object(f"set_aside/{pending:06d}-{before.digest()}.json", str(samples).encode())
+            samples, key = buffer.produced(pending).samples, f"set_aside/{pending:06d}-{digest}.json"
+            if samples and store.find_object(key) is None:
+                store.put_object(key, str(samples).encode())
                 buffer.drop(pending)
-                say(
-                    "resume", f"{samples} samples of an earlier configuration are rejected", iteration=pending
-                )
+                text = f"{samples} samples of an earlier configuration are rejected"
+                say("resume", text, iteration=pending)

@@ -1,8 +1,8 @@
 """Every workflow input, checked at launch; no torch.
 
-``CampaignConfig`` is one YAML under ``configs/campaigns/``. Sections are frozen and refuse unknown keys: Flyte drops
-the unknown keys of a dataclass silently, so a typo would train the default. Relations between fields are checked
-here and only here; an error says the field, the relation, the values and what to do.
+``CampaignConfig`` is one YAML under ``configs/campaigns/``. Sections are frozen and refuse unknown keys:
+Flyte drops the unknown keys of a dataclass silently, so a typo would train the default. Relations between
+fields are checked here and only here; an error says the field, the relation, the values and what to do.
 """
 
 import difflib
@@ -15,8 +15,8 @@ import click
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 TOPOLOGIES = {"laptop_1x2": (1, 2), "node_1x8": (1, 8), "cluster_16x8": (16, 8)}
-"""Trainer topologies: name -> (nodes, ranks a node). Flyte fixes a topology when a task is registered, so each name
-is one task in ``tasks/train.py``."""
+"""Trainer topologies: name -> (nodes, ranks a node). Flyte fixes a topology when a task is registered, so
+each name is one task in ``tasks/train.py``."""
 
 IMMUTABLE_SECTIONS = ("seed", "model", "environment", "warm_start")
 """What a campaign may not change when it resumes: its versions would no longer be one lineage."""
@@ -34,7 +34,7 @@ class Section(BaseModel):
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Made once a class: Flyte asks for it twice at every node, which took 0.15 s a node of the unrolled graph."""
+        """Made once a class: Flyte asks at every node of an unrolled graph, which took 0.15 s a node."""
         if "_json_schema" not in cls.__dict__:
             cls._json_schema = super().model_json_schema(*args, **kwargs)
         return cls._json_schema
@@ -55,14 +55,14 @@ class RandomPolicy(Section):
     """A randomly initialised mixture-of-experts policy, small enough for a CPU."""
 
     family: Literal["qwen3_moe", "deepseek_v3"] = "qwen3_moe"
-    num_layers: int = Field(2, ge=1)
-    hidden_size: int = Field(64, ge=16)
-    num_heads: int = Field(4, ge=1)
-    num_kv_heads: int = Field(2, ge=1)
-    head_dim: int = Field(32, ge=8)
-    num_experts: int = Field(8, ge=2)
-    experts_per_token: int = Field(2, ge=1)
-    expert_width: int = Field(64, ge=8)
+    num_layers: int = Field(default=2, ge=1)
+    hidden_size: int = Field(default=64, ge=16)
+    num_heads: int = Field(default=4, ge=1)
+    num_kv_heads: int = Field(default=2, ge=1)
+    head_dim: int = Field(default=32, ge=8)
+    num_experts: int = Field(default=8, ge=2)
+    experts_per_token: int = Field(default=2, ge=1)
+    expert_width: int = Field(default=64, ge=8)
 
     @model_validator(mode="after")
     def _shapes(self) -> Self:
@@ -73,8 +73,8 @@ class RandomPolicy(Section):
             )
         if self.experts_per_token > self.num_experts:
             raise ValueError(
-                f"experts_per_token must be at most num_experts, got {self.experts_per_token} > {self.num_experts}. "
-                "Lower experts_per_token."
+                f"experts_per_token must be at most num_experts, got {self.experts_per_token} > "
+                f"{self.num_experts}. Lower experts_per_token."
             )
         return self
 
@@ -90,55 +90,55 @@ class ModelConfig(Section):
 
 class EnvironmentConfig(Section):
     name: Literal["reverse_digits", "sort_digits"] = "reverse_digits"
-    num_digits: int = Field(4, ge=2, le=8)
-    held_out: int = Field(256, ge=1)
+    num_digits: int = Field(default=4, ge=2, le=8)
+    held_out: int = Field(default=256, ge=1)
     """Prompts that are kept out of training; every evaluation uses them."""
 
     @model_validator(mode="after")
     def _some_prompts_remain(self) -> Self:
         if self.held_out * 2 > 10**self.num_digits:
             raise ValueError(
-                f"held_out must be at most half of the {10**self.num_digits} prompts of {self.num_digits} digits, "
-                f"got {self.held_out}. Lower held_out or raise num_digits."
+                f"held_out must be at most half of the {10**self.num_digits} prompts of {self.num_digits} "
+                f"digits, got {self.held_out}. Lower held_out or raise num_digits."
             )
         return self
 
 
 class RolloutConfig(Section):
     engine: Literal["embedded"] = "embedded"
-    workers: int = Field(2, ge=1)
+    workers: int = Field(default=2, ge=1)
     """Mapped tasks that drain the work queue; on a cluster each is one Spot node. Of no effect for
     ``standing``."""
     pool: Literal["tasks", "standing"] = "tasks"
     """``tasks``: each iteration starts its workers as mapped tasks. ``standing``: workers with warm engines
     run beside the campaign (``python -m tasks.engine.standing``), and the generate stage waits for them."""
-    standing_timeout_seconds: float = Field(900.0, gt=0)
+    standing_timeout_seconds: float = Field(default=900.0, gt=0)
     """A standing pool that settles nothing for this long stops the run."""
-    prompts_per_iteration: int = Field(512, ge=1)
-    group_size: int = Field(8, ge=2)
+    prompts_per_iteration: int = Field(default=512, ge=1)
+    group_size: int = Field(default=8, ge=2)
     """Samples of one prompt. Group-relative advantages of a single sample are always zero, so at least 2."""
-    oversample: float = Field(0.0, ge=0, le=1)
+    oversample: float = Field(default=0.0, ge=0, le=1)
     """Share of prompts offered beyond ``prompts_per_iteration``. The iteration ends when that many groups are
     published; stragglers are dropped and counted. Which groups are the first is not repeatable."""
-    groups_per_portion: int = Field(64, ge=1)
+    groups_per_portion: int = Field(default=64, ge=1)
     """Prompt groups that one lease covers."""
-    max_portions_per_worker: int = Field(0, ge=0)
-    """Leases one worker task takes before it leaves the rest to the others; 0 = until the queue is empty. A local run
-    executes mapped tasks one after the other, so without it the first worker would do everything."""
-    max_new_tokens: int = Field(8, ge=1)
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    batch_size: int = Field(512, ge=1)
+    max_portions_per_worker: int = Field(default=0, ge=0)
+    """Leases one worker task takes before it leaves the rest to the others; 0 = until the queue is empty. A
+    local run executes mapped tasks one by one, so without it the first worker would do everything."""
+    max_new_tokens: int = Field(default=8, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    batch_size: int = Field(default=512, ge=1)
     """Sequences the embedded engine decodes, and a worker publishes, together: what a lost worker may have to
     redo."""
-    lease_seconds: float = Field(60.0, gt=0)
+    lease_seconds: float = Field(default=60.0, gt=0)
     """A lease that is not renewed for this long passes to another worker."""
-    grace_seconds: float = Field(60.0, ge=0)
+    grace_seconds: float = Field(default=60.0, ge=0)
     """What a worker that has to leave (SIGTERM, Spot notice) spends on finishing samples; then it aborts
     them. Keep it below the pod's termination grace period of 75 s."""
     metadata_url: str = ""
     """Metadata service to ask for Spot notices, on EC2 ``http://169.254.169.254``; empty = not asked."""
-    notice_poll_seconds: float = Field(5.0, gt=0)
+    notice_poll_seconds: float = Field(default=5.0, gt=0)
     """Time between two questions to the metadata service."""
 
     @property
@@ -163,16 +163,16 @@ class RolloutConfig(Section):
         reach = self.workers * self.max_portions_per_worker
         if self.max_portions_per_worker and reach < self.num_portions:
             raise ValueError(
-                f"workers * max_portions_per_worker must reach the {self.num_portions} portions of an iteration, got "
-                f"{self.workers} * {self.max_portions_per_worker} = {reach}. Raise max_portions_per_worker to "
-                f"{-(-self.num_portions // self.workers)}, or set it to 0."
+                f"workers * max_portions_per_worker must reach the {self.num_portions} portions of an "
+                f"iteration, got {self.workers} * {self.max_portions_per_worker} = {reach}. Raise "
+                f"max_portions_per_worker to {-(-self.num_portions // self.workers)}, or set it to 0."
             )
         return self
 
 
 class RewardConfig(Section):
-    max_failure_share: float = Field(0.05, ge=0, lt=1)
-    """A batch stops the run if a larger share of its samples could not be scored. A failure is never a reward of 0."""
+    max_failure_share: float = Field(default=0.05, ge=0, lt=1)
+    """A larger share of samples that could not be scored stops the run: a failure is no reward of 0."""
     control: Literal["none", "flipped", "shuffled"] = "none"
     """Control experiments: a flipped (1 - reward) or shuffled reward must not learn the task."""
 
@@ -181,45 +181,45 @@ class BufferConfig(Section):
     url: str | tuple[str, ...] = "embedded"
     """``embedded`` starts a Valkey server beside the store; else ``valkey://`` or ``valkeys://`` (TLS). A
     list spreads the portions over several servers (shards)."""
-    port: int = Field(0, ge=0, le=65535)
+    port: int = Field(default=0, ge=0, le=65535)
     """Port of the embedded server; 0 picks a free one."""
-    capacity_mb: int = Field(512, ge=1)
+    capacity_mb: int = Field(default=512, ge=1)
     """Payload bytes of unscored rollouts, on each server, at which publishing waits (backpressure)."""
-    max_attempts: int = Field(5, ge=1)
+    max_attempts: int = Field(default=5, ge=1)
     """Leases of one portion before it is set aside as poisoned."""
 
 
 class AlgorithmConfig(Section):
     """GRPO (arXiv 2402.03300) with the clip-higher and token-level loss of DAPO (arXiv 2503.14476)."""
 
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    entropy_coefficient: float = Field(0.01, ge=0)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.28, gt=0)
+    entropy_coefficient: float = Field(default=0.01, ge=0)
     normalize_by_std: bool = True
     """Divide centred rewards by the group's standard deviation (GRPO); off = Dr. GRPO (arXiv 2503.20783)."""
-    num_minibatches: int = Field(32, ge=1)
+    num_minibatches: int = Field(default=32, ge=1)
     """Optimizer steps an iteration; each sees its share of the samples once."""
 
 
 class TrainConfig(Section):
     topology: Literal["laptop_1x2", "node_1x8", "cluster_16x8"] = "laptop_1x2"
-    ep: int = Field(2, ge=1)
+    ep: int = Field(default=2, ge=1)
     """Expert-parallel size: ranks of one group hold disjoint experts."""
     dispatcher: Literal["local", "all_to_all"] = "all_to_all"
     backend: Literal["gloo", "nccl"] = "gloo"
-    learning_rate: float = Field(2e-3, gt=0)
-    final_learning_rate_share: float = Field(0.1, gt=0, le=1)
-    """The rate decays linearly over the campaign's iterations to this share of ``learning_rate``."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-5, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    micro_batch_tokens: int = Field(16384, ge=1)
+    learning_rate: float = Field(default=2e-3, gt=0)
+    final_learning_rate_share: float = Field(default=0.1, gt=0, le=1)
+    """The rate is constant for the first half of a campaign, then decays linearly to this share."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-5, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    micro_batch_tokens: int = Field(default=16384, ge=1)
     """Padded tokens of one forward and backward on a rank; changes memory and speed, never the gradient."""
     deterministic: bool = True
     """Bit-equal results on equal hardware: deterministic kernels and one thread a rank on CPU."""
-    collective_timeout_seconds: int = Field(120, ge=10)
+    collective_timeout_seconds: int = Field(default=120, ge=10)
 
     @property
     def world_size(self) -> int:
@@ -235,8 +235,8 @@ class TrainConfig(Section):
             )
         if (self.dispatcher == "local") != (self.ep == 1):
             raise ValueError(
-                f"dispatcher 'local' goes with ep=1 and only with it, got dispatcher={self.dispatcher!r}, ep={self.ep}. "
-                f"Set dispatcher to {'local' if self.ep == 1 else 'all_to_all'}."
+                f"dispatcher 'local' goes with ep=1 and only with it, got dispatcher={self.dispatcher!r}, "
+                f"ep={self.ep}. Set dispatcher to {'local' if self.ep == 1 else 'all_to_all'}."
             )
         return self
 
@@ -244,10 +244,10 @@ class TrainConfig(Section):
 class WarmStartConfig(Section):
     """Supervised steps on the environment's demonstrations before the first iteration."""
 
-    steps: int = Field(0, ge=0)
+    steps: int = Field(default=0, ge=0)
     """0 = none."""
-    batch_size: int = Field(64, ge=1)
-    learning_rate: float = Field(1e-3, gt=0)
+    batch_size: int = Field(default=64, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
 
 
 class CheckpointConfig(Section):
@@ -255,27 +255,27 @@ class CheckpointConfig(Section):
     """``s3://bucket/prefix``, or a folder: then an embedded S3 server keeps its data there."""
     endpoint_url: str = ""
     """For S3 services other than Amazon's."""
-    port: int = Field(0, ge=0, le=65535)
+    port: int = Field(default=0, ge=0, le=65535)
     """Port of the embedded server; 0 picks a free one."""
-    min_free_gb: float = Field(1.0, ge=0)
+    min_free_gb: float = Field(default=1.0, ge=0)
     """Free space that the embedded store's folder must have before a run starts."""
 
 
 class ScheduleConfig(Section):
-    iterations: int = Field(20, ge=1)
-    segment_iterations: int = Field(10, ge=1, le=50)
+    iterations: int = Field(default=20, ge=1)
+    segment_iterations: int = Field(default=10, ge=1, le=50)
     """Iterations of one workflow record. Flyte stores a record in one object of about 1.5 MB."""
-    max_staleness: int = Field(0, ge=0, le=8)
-    """Versions by which the sampling policy may be older than the one it trains; 0 = on-policy. With 1, generation of
-    iteration k + 1 runs while iteration k trains."""
-    evaluate_every: int = Field(5, ge=1)
+    max_staleness: int = Field(default=0, ge=0, le=8)
+    """Versions by which the sampling policy may be older than the one it trains; 0 = on-policy. With 1,
+    generation of iteration k + 1 runs while iteration k trains."""
+    evaluate_every: int = Field(default=5, ge=1)
     """Evaluate each n-th version; the first and the last are always evaluated."""
 
 
 class CampaignConfig(Section):
     """One campaign: the value of ``--config``, of a launch plan's fixed input and of a schedule."""
 
-    name: str = Field("laptop", pattern=r"^[a-z0-9][a-z0-9-]{2,62}$")
+    name: str = Field(default="laptop", pattern=r"^[a-z0-9][a-z0-9-]{2,62}$")
     seed: int = 0
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -293,17 +293,18 @@ class CampaignConfig(Section):
         experts, ep = self.model.random.num_experts, self.train.ep
         if not self.model.folder and experts % ep:
             raise ValueError(
-                f"train.ep must divide model.random.num_experts, got ep={ep}, num_experts={experts}. "
-                f"Set train.ep to one of {divisors(experts)}."
+                f"train.ep must divide model.random.num_experts, got ep={ep}, num_experts={experts}. Set "
+                f"train.ep to one of {divisors(experts)}."
             )
         if self.algorithm.num_minibatches > self.rollout.samples_per_iteration:
             raise ValueError(
-                f"algorithm.num_minibatches must be at most the {self.rollout.samples_per_iteration} samples of an "
-                f"iteration, got {self.algorithm.num_minibatches}. Lower it or raise rollout.prompts_per_iteration."
+                f"algorithm.num_minibatches must be at most the {self.rollout.samples_per_iteration} samples "
+                f"of an iteration, got {self.algorithm.num_minibatches}. Lower it or raise "
+                "rollout.prompts_per_iteration."
             )
         if self.rollout.max_new_tokens <= self.environment.num_digits:
             raise ValueError(
-                f"rollout.max_new_tokens must exceed environment.num_digits (an answer and its end), got "
+                "rollout.max_new_tokens must exceed environment.num_digits (an answer and its end), got "
                 f"{self.rollout.max_new_tokens} <= {self.environment.num_digits}. Set it to "
                 f"{self.environment.num_digits + 4}."
             )

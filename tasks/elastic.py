@@ -1,9 +1,9 @@
 """PyTorch-elastic tasks that register without torch and never call a preempted training a success.
 
-Two differences from the plugin's ``Elastic``. Its task imports torch to be defined, only to parse ``nnodes``; ours
-does not, so any machine can register the graph. And the plugin turns SIGTERM (a drained node) into exit code 0 without
-outputs; a task of one node here fails as recoverable instead, so that Flyte runs it again. With several nodes the
-plugin's behaviour stays: elastic itself restarts the group on the nodes that are left.
+Two differences from the plugin's ``Elastic``. Its task imports torch to be defined, only to parse ``nnodes``;
+ours does not, so any machine can register the graph. And the plugin turns SIGTERM (a drained node) into exit
+code 0 without outputs; a task of one node here fails as recoverable instead, so that Flyte runs it again.
+With several nodes the plugin's behaviour stays: elastic itself restarts the group on the nodes that are left.
 """
 
 import os
@@ -22,9 +22,11 @@ class TrainingPreempted(Exception):
 
 @dataclass
 class TorchElastic(Elastic):
-    """``Elastic`` with a fixed number of nodes."""
+    """``Elastic`` with a fixed number of nodes; a range is refused."""
 
-    nnodes: int = 1
+    @property
+    def num_nodes(self) -> int:
+        return int(self.nnodes)
 
 
 _PREEMPTED = object()
@@ -32,7 +34,8 @@ _PREEMPTED = object()
 
 class TorchElasticTask(PytorchElasticFunctionTask):
     def __init__(self, task_config: TorchElastic, task_function: Callable, **kwargs: Any):
-        standalone = task_config.nnodes == 1
+        self.num_nodes = task_config.num_nodes
+        standalone = self.num_nodes == 1
         PythonFunctionTask.__init__(
             self,
             task_config=task_config,
@@ -41,23 +44,29 @@ class TorchElasticTask(PytorchElasticFunctionTask):
             task_type_version=1,
             **kwargs,
         )
-        self.min_nodes = self.max_nodes = task_config.nnodes
+        self.min_nodes = self.max_nodes = self.num_nodes
         self.rdzv_backend = "c10d"
 
     def execute(self, **kwargs: Any) -> Any:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default too; unset, the plugin warns at every call
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", "1"
+        )  # torchrun's default too; unset, the plugin warns at every call
         try:
             return super().execute(**kwargs)
         except IgnoreOutputs as ignored:
             from torch.distributed.elastic.multiprocessing.api import SignalException
 
-            if self.task_config.nnodes == 1 and isinstance(ignored.__context__, SignalException):
+            if self.num_nodes == 1 and isinstance(ignored.__context__, SignalException):
                 return _PREEMPTED
             raise  # the normal end of ranks other than the first node's
 
     def post_execute(self, user_params: Any, rval: Any) -> Any:
-        if rval is _PREEMPTED:  # raised here, outside the user's code, Flyte counts it as the system's failure
-            raise TrainingPreempted("the training's processes got a signal to stop. Run the campaign again to go on.")
+        if (
+            rval is _PREEMPTED
+        ):  # raised here, outside the user's code, Flyte counts it as the system's failure
+            raise TrainingPreempted(
+                "the training's processes got a signal to stop. Run the campaign again to go on."
+            )
         return super().post_execute(user_params, rval)
 
 

@@ -26,6 +26,7 @@ def evaluate(run: CampaignRun, policy: PolicyVersion) -> Evaluation:
     say(
         "evaluate",
         f"v{policy.version} held-out exact match {evaluation.exact_sampled:.3f} sampled, "
-        f"{evaluation.exact_greedy:.3f} greedy on {evaluation.num_prompts} prompts, {evaluation.seconds:.1f} s",
+        f"{evaluation.exact_greedy:.3f} greedy on {evaluation.num_prompts} prompts, "
+        f"{evaluation.seconds:.1f} s",
     )
     return evaluation

@@ -1,16 +1,25 @@
 """The only file that knows node pools, images, resources and pod templates.
 
 Local runs ignore all of this; a serialized task shows it. Everything a pod needs is in its template: any
-``requests`` or ``limits`` on ``@task`` would replace the container's resources and drop EFA devices and hugepages
-without a word. Sizes follow p5en.48xlarge (8 H200, 192 vCPU, 2 TiB), of which EKS hands out 15 of 16 EFA devices.
+``requests`` or ``limits`` on ``@task`` would replace the container's resources and drop EFA devices and
+hugepages without a word. Sizes follow p5en.48xlarge (8 H200, 192 vCPU, 2 TiB), of which EKS hands out 15 of
+16 EFA devices.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from flytekit import PodTemplate
-from kubernetes.client import V1Container, V1EmptyDirVolumeSource, V1EnvVar, V1PodSpec, V1ResourceRequirements
-from kubernetes.client import V1Toleration, V1Volume, V1VolumeMount
+from kubernetes.client import (
+    V1Container,
+    V1EmptyDirVolumeSource,
+    V1EnvVar,
+    V1PodSpec,
+    V1ResourceRequirements,
+    V1Toleration,
+    V1Volume,
+    V1VolumeMount,
+)
 
 REGISTRY = "registry.example.com/moe-rl"
 """Where the images of ``images/`` were pushed; change it here, once."""
@@ -39,7 +48,11 @@ class Pool:
     def pod_template(self) -> PodTemplate:
         """A fresh template; Flyte's plugins change theirs in place, so no two tasks may share one."""
         resources = {"cpu": self.cpu, "memory": self.memory, **self.devices}
-        shm = [V1Volume(name="shm", empty_dir=V1EmptyDirVolumeSource(medium="Memory", size_limit=self.shared_memory))]
+        shm = [
+            V1Volume(
+                name="shm", empty_dir=V1EmptyDirVolumeSource(medium="Memory", size_limit=self.shared_memory)
+            )
+        ]
         mounts = [V1VolumeMount(name="shm", mount_path="/dev/shm")]
         container = V1Container(
             name="primary",
@@ -51,7 +64,9 @@ class Pool:
         spec = V1PodSpec(
             containers=[container],
             node_selector={POOL_LABEL: self.name},
-            tolerations=[V1Toleration(key=POOL_LABEL, operator="Equal", value=self.name, effect="NoSchedule")],
+            tolerations=[
+                V1Toleration(key=POOL_LABEL, operator="Equal", value=self.name, effect="NoSchedule")
+            ],
             termination_grace_period_seconds=SPOT_GRACE_SECONDS if self.is_spot else None,
             volumes=shm if self.shared_memory else None,
         )
@@ -75,7 +90,8 @@ CPU = Pool(name="cpu", image="cpu:0.1.0", cpu="4", memory="16Gi")
 MEMORY = Pool(name="memory", image="cpu:0.1.0", cpu="8", memory="128Gi")
 REWARD = Pool(name="reward", image="cpu:0.1.0", cpu="16", memory="64Gi")
 ROLLOUT = Pool(
-    name="rollout-spot", image="rollout:0.1.0", cpu="180", memory="1500Gi", is_spot=True, shared_memory="256Gi",
+    name="rollout-spot", image="rollout:0.1.0", cpu="180", memory="1500Gi", is_spot=True,
+    shared_memory="256Gi",
     devices={"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "15", "hugepages-2Mi": "5120Mi"},
     environment=EFA_ENVIRONMENT,
 )  # fmt: skip

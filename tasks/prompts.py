@@ -1,4 +1,4 @@
-"""Which prompts an iteration works on: put on the work queue, or written as demonstrations for a warm start."""
+"""Which prompts an iteration works on: put on the work queue, or sealed as demonstrations."""
 
 import time
 
@@ -11,7 +11,7 @@ from tasks.session import WEIGHTS, find_sealed, run_buffer, run_environment, run
 
 @task(**placement.CPU.task_arguments())
 def offer_prompts(run: CampaignRun, iteration: int, behavior: PolicyVersion) -> PromptSet:
-    """Put iteration ``iteration``'s prompts on the work queue, to be sampled by ``behavior``. Safe to repeat."""
+    """Put an iteration's prompts on the work queue, to be sampled by ``behavior``. Safe to repeat."""
     from tasks.experience.records import WorkItem
     from tasks.policy.tokenizer import load_tokenizer, prompt_ids
     from tasks.schema import PromptFrame, make_frame, to_bytes
@@ -89,6 +89,7 @@ def demonstrations(run: CampaignRun, policy: PolicyVersion) -> TrainBatch:
                 "response_ids": answer,
                 "behavior_logprob": [0.0] * len(answer),
                 "loss_mask": [True] * len(answer),
+                "reward": None,
                 "advantage": 0.0,
                 "minibatch": position // warm.batch_size,
             }

@@ -1,11 +1,12 @@
 """Typed values that travel between tasks: references, counts and statistics, never token data.
 
-Shared by every task, so this file imports nothing heavy. ``PolicyVersion`` lives with the store that makes it.
+Shared by every task, so this file imports nothing heavy. ``PolicyVersion`` lives with the store that makes
+it.
 """
 
-from tasks.artifacts.version import PolicyVersion
 from pydantic import Field
 
+from tasks.artifacts.version import PolicyVersion
 from tasks.config import CampaignConfig, Section
 
 __all__ = [
@@ -91,7 +92,7 @@ class WorkerThroughput(Section):
 
 
 class TrainBatch(Section):
-    """A sealed, immutable batch in the store and its ledger: every produced sample is in it or rejected with a reason."""
+    """A sealed batch and its ledger: every produced sample is in it or rejected with a reason."""
 
     iteration: int
     """-1 for a supervised warm start."""

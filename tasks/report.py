@@ -9,7 +9,7 @@ from tasks.session import is_local_store, run_store, say, store_folder
 
 @task(enable_deck=True, **placement.CPU.task_arguments())
 def report(run: CampaignRun, state: CampaignState) -> CampaignSummary:
-    """Check the ledger, write metrics and report to the store (and beside it, if it is a folder), say where they are."""
+    """Check the ledger, write metrics and report to the store (and into its folder), say where they are."""
     from tasks.reporting.collect import collect
     from tasks.reporting.page import html_page
 
@@ -28,8 +28,10 @@ def report(run: CampaignRun, state: CampaignState) -> CampaignSummary:
     print(f"\nledger of {run.campaign}: produced = trained + rejected + pending\n{record.ledger.format()}\n")
     record.ledger.require_balanced()
     totals, head, scores = record.ledger.totals(), record.manifests[-1], record.evaluations
-    say("summary", f"held-out exact match {scores[0].exact_sampled:.3f} -> {scores[-1].exact_sampled:.3f} (sampled), "
-        f"{scores[0].exact_greedy:.3f} -> {scores[-1].exact_greedy:.3f} (greedy)")  # fmt: skip
+    first, last = scores[0], scores[-1]
+    sampled = f"{first.exact_sampled:.3f} -> {last.exact_sampled:.3f} (sampled)"
+    greedy = f"{first.exact_greedy:.3f} -> {last.exact_greedy:.3f} (greedy)"
+    say("summary", f"held-out exact match {sampled}, {greedy}")
     say("summary", f"version {head.version}, digest {head.tensor_digest}")
     say("summary", f"report {address}")
     return CampaignSummary(

@@ -51,8 +51,7 @@ def score(
         raise RuntimeError(
             f"iteration {iteration} must have no portion left on the queue, got {waiting} of "
             f"{prompts.num_portions}: workers were lost or barred. Nothing is lost with them; run the "
-            "campaign "
-            "again to go on from here."
+            "campaign again to go on from here."
         )
     buffer.close(iteration)  # from here on the iteration's counts are final
     reports = [report for report in rollouts if report is not None]
@@ -73,9 +72,9 @@ def _report(
     if num_failures > run.config.reward.max_failure_share * max(len(frame), 1):
         reasons = frame.filter(pl.col("outcome") == "failure")["reason"].unique().to_list()[:3]
         raise RuntimeError(
-            f"iteration {iteration}: at most {run.config.reward.max_failure_share:.0%} of samples may fail to be "
-            f"scored, got {num_failures} of {len(frame)}: {reasons}. A failure is not a reward of 0; mend the verifier "
-            "and run the campaign again."
+            f"iteration {iteration}: at most {run.config.reward.max_failure_share:.0%} of samples may fail "
+            f"to be scored, got {num_failures} of {len(frame)}: {reasons}. A failure is not a reward of 0; "
+            "mend the verifier and run the campaign again."
         )
     report = ScoreReport(
         iteration=iteration,
@@ -93,8 +92,9 @@ def _report(
     )
     say(
         "score",
-        f"reward {report.reward_mean:.3f}, exact {report.exact_share:.3f}, finished {report.finished_share:.3f}, "
-        f"{report.num_samples} samples, {report.num_failures} failures, {report.score_seconds:.1f} s",
+        f"reward {report.reward_mean:.3f}, exact {report.exact_share:.3f}, finished "
+        f"{report.finished_share:.3f}, {report.num_samples} samples, {report.num_failures} failures, "
+        f"{report.score_seconds:.1f} s",
         iteration=iteration,
     )
     return report

@@ -72,5 +72,6 @@ def await_rollouts(run: CampaignRun, prompts: PromptSet) -> list[RolloutReport]:
 
 
 generate = map_task(rollout_worker, bound_inputs={"run", "prompts", "behavior"}, min_success_ratio=0.5)
-"""One mapped task for all iterations (a new one a turn would add a task template to the graph each time). Half of the
-workers may be lost for good: the queue, not the workers, decides whether an iteration is complete."""
+"""One mapped task for all iterations (a new one a turn would add a task template to the graph each time).
+Half of the workers may be lost for good: the queue, not the workers, decides whether an iteration is
+complete."""

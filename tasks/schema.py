@@ -1,9 +1,9 @@
 """Records between stages as data frames, each boundary guarded by a pandera schema.
 
-``RolloutFrame`` leaves a worker, ``ScoredFrame`` leaves the reward stage, ``TrainFrame`` is what a policy update reads.
-One row is one sample, identified by ``(iteration, prompt_id, sample_index)``. A violation names the rows and the rule.
-Frames are eager on purpose: pandera checks only the types of a lazy frame and lets bad values pass. Import this module
-inside task bodies: polars and pandera cost 0.7 s.
+``RolloutFrame`` leaves a worker, ``ScoredFrame`` leaves the reward stage, ``TrainFrame`` is what a policy
+update reads. One row is one sample, identified by ``(iteration, prompt_id, sample_index)``. A violation names
+the rows and the rule. Frames are eager on purpose: pandera checks only the types of a lazy frame and lets bad
+values pass. Import this module inside task bodies: polars and pandera cost 0.7 s.
 """
 
 import io
@@ -37,7 +37,8 @@ class PromptFrame(pa.DataFrameModel):
 
 
 class RolloutFrame(pa.DataFrameModel):
-    """Sampled tokens. ``behavior_logprob`` is that of the distribution that was sampled, one value a response token."""
+    """Sampled tokens. ``behavior_logprob`` is that of the distribution that was sampled, one value a response
+    token."""
 
     iteration: int = pa.Field(ge=0)
     prompt_id: str
@@ -72,7 +73,8 @@ class RolloutFrame(pa.DataFrameModel):
 
 
 class ScoredFrame(RolloutFrame):
-    """Rollouts with their outcome: a score, an abstention, or a failure with its reason; a failure has no reward."""
+    """Rollouts with their outcome: a score, an abstention, or a failure with its reason; a failure has no
+    reward."""
 
     outcome: str = pa.Field(isin=["score", "abstain", "failure"])
     reward: float = pa.Field(nullable=True, ge=0, le=1)
@@ -86,11 +88,14 @@ class ScoredFrame(RolloutFrame):
 
     @pa.dataframe_check
     def a_failure_has_a_reason(cls, data: PolarsData) -> pl.LazyFrame:
-        return data.lazyframe.select((pl.col("outcome") != "failure") | (pl.col("reason").str.len_chars() > 0))
+        return data.lazyframe.select(
+            (pl.col("outcome") != "failure") | (pl.col("reason").str.len_chars() > 0)
+        )
 
 
 class TrainFrame(pa.DataFrameModel):
-    """Rows of one policy update. ``loss_mask`` is True where the policy chose the token; others are never trained."""
+    """Rows of one policy update. ``loss_mask`` is True where the policy chose the token; others are never
+    trained."""
 
     iteration: int = pa.Field(ge=-1)
     prompt_id: str
@@ -100,6 +105,7 @@ class TrainFrame(pa.DataFrameModel):
     response_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
     behavior_logprob: pl.List(pl.Float32)  # pyright: ignore[reportInvalidTypeForm]
     loss_mask: pl.List(pl.Boolean)  # pyright: ignore[reportInvalidTypeForm]
+    reward: float = pa.Field(nullable=True)
     advantage: float
     minibatch: int = pa.Field(ge=0)
 
@@ -135,7 +141,8 @@ def make_frame(rows: Iterable[dict[str, Any]], schema: Frame) -> pl.DataFrame:
 
 
 def validated(frame: pl.DataFrame, schema: Frame) -> pl.DataFrame:
-    """The frame itself if it obeys the schema; else ``SchemaViolation`` with the rule and the first rows that break it."""
+    """The frame itself if it obeys the schema; else ``SchemaViolation`` with the rule and the first rows that
+    break it."""
     try:
         return cast(pl.DataFrame, schema.validate(frame, lazy=True))
     except pa.errors.SchemaErrors as error:
@@ -145,12 +152,16 @@ def validated(frame: pl.DataFrame, schema: Frame) -> pl.DataFrame:
             index = [i for i in rows["index"].to_list()[:5] if i is not None]
             where = f"rows {index} ({_sample_ids(frame, index)})" if index else "the frame"
             first = str(rows["failure_case"][0]).splitlines()[0][:200]
-            rules.append(f"{column or schema.__name__}: rule {check} broken by {where}, {len(rows)} in all; first {first}")
+            rules.append(
+                f"{column or schema.__name__}: rule {check} broken by {where}, {len(rows)} in all; first "
+                f"{first}"
+            )
         raise SchemaViolation(f"{schema.__name__} refused {len(frame)} rows.\n" + "\n".join(rules)) from None
 
 
 def to_bytes(frame: pl.DataFrame) -> bytes:
-    """Arrow IPC stream, uncompressed: 50 times faster than Parquet to write and read, and this crosses a network once."""
+    """Arrow IPC stream, uncompressed: 50 times faster than Parquet to write and read, and this crosses a
+    network once."""
     sink = io.BytesIO()
     frame.write_ipc_stream(sink)
     return sink.getvalue()

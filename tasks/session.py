@@ -1,6 +1,7 @@
 """Opens what a run's configuration points at: its store, its buffer, its environment.
 
-With a folder as store, the embedded servers keep their data there and are started by the first task that asks.
+With a folder as store, the embedded servers keep their data there and are started by the first task that
+asks.
 """
 
 import os
@@ -51,7 +52,8 @@ def run_store(run: CampaignRun) -> "PolicyStore":
 
 
 def run_buffer(run: CampaignRun, *, digest: str = "") -> "ExperienceBuffer":
-    """The experience buffer and work queue of a run, or of the same lineage under another configuration's digest."""
+    """The experience buffer and work queue of a run, or of the same lineage under another configuration's
+    digest."""
     from tasks.experience.buffer import ExperienceBuffer
 
     config = run.config.buffer
@@ -87,13 +89,14 @@ def find_sealed(run: CampaignRun, iteration: int) -> TrainBatch | None:
 
 
 def run_environment(run: CampaignRun) -> "Environment":
-    from tasks.environments.protocol import make
+    from tasks.environments.make import make_environment
 
-    return make(run.config.environment, seed=run.config.seed)
+    return make_environment(run.config.environment, seed=run.config.seed)
 
 
 def code_revision() -> str:
-    """The revision a run executes: ``MOE_RL_REVISION`` where an image was built from one, else git's, else unknown."""
+    """The revision a run executes: ``MOE_RL_REVISION`` where an image was built from one, else git's, else
+    unknown."""
     if revision := os.environ.get("MOE_RL_REVISION"):
         return revision
     try:

@@ -1,7 +1,7 @@
 """Policy updates: PyTorch-elastic training, one task a topology.
 
-Flyte fixes the number of nodes and ranks when a task is registered (an override of ``task_config`` is ignored without
-a word), so each topology of ``tasks.config.TOPOLOGIES`` is a function of its own.
+Flyte fixes the number of nodes and ranks when a task is registered (an override of ``task_config`` is ignored
+without a word), so each topology of ``tasks.config.TOPOLOGIES`` is a function of its own.
 """
 
 from flytekit import task

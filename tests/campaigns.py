@@ -18,14 +18,19 @@ PYFLYTE = str(Path(sys.executable).parent / "pyflyte")
 SMALL = {
     "name": "small",
     "warm_start": {"steps": 8},
-    "model": {"random": {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "expert_width": 32}},
+    "model": {
+        "random": {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "expert_width": 32}
+    },
     "rollout": {
-        "workers": 2, "prompts_per_iteration": 48, "groups_per_portion": 12, "max_portions_per_worker": 2,
+        "workers": 2,
+        "prompts_per_iteration": 48,
+        "groups_per_portion": 12,
+        "max_portions_per_worker": 2,
         "lease_seconds": 2.0,
     },
     "algorithm": {"num_minibatches": 4},
     "schedule": {"iterations": 3, "segment_iterations": 2, "evaluate_every": 2},
-}  # fmt: skip
+}
 """A whole campaign in half a minute: every stage, two segments, nothing learned."""
 
 
@@ -55,9 +60,16 @@ def write_config(folder: Path, config: dict) -> Path:
 def start(folder: Path, config: dict, *arguments: str) -> subprocess.Popen:
     """Start the campaign with its store in ``folder``/store, in a session of its own."""
     command = [
-        PYFLYTE, "run", str(ROOT / "workflows/campaign.py"), "campaign", "--config", str(write_config(folder, config)),
-        "--store", str(folder / "store"), *arguments,
-    ]  # fmt: skip
+        PYFLYTE,
+        "run",
+        str(ROOT / "workflows/campaign.py"),
+        "campaign",
+        "--config",
+        str(write_config(folder, config)),
+        "--store",
+        str(folder / "store"),
+        *arguments,
+    ]
     log = (folder / "log").open("a")
     return subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 

@@ -5,10 +5,16 @@ from pathlib import Path
 from tasks.policy.model import build_random
 from tasks.policy.tokenizer import character_tokenizer
 
-SHAPE = dict(
-    num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=4, experts_per_token=2,
-    expert_width=32,
-)  # fmt: skip
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_width": 32,
+}
 
 
 def save_tiny_policy(folder: Path, *, family: str = "qwen3_moe", seed: int = 0) -> Path:
@@ -16,9 +22,13 @@ def save_tiny_policy(folder: Path, *, family: str = "qwen3_moe", seed: int = 0) 
     tokenizer = character_tokenizer()
     shape = SHAPE | ({"num_kv_heads": SHAPE["num_heads"]} if family == "deepseek_v3" else {})
     model = build_random(
-        family, vocab_size=len(tokenizer), seed=seed, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, **shape,
-    )  # fmt: skip
+        family,
+        vocab_size=len(tokenizer),
+        seed=seed,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **shape,
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

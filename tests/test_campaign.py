@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -39,7 +40,9 @@ def test_a_campaign_publishes_a_version_an_iteration_and_leaves_no_server(refere
     assert len({line["tensor_digest"] for line in lines}) == 5
     for line in lines[2:]:
         assert line["num_samples"] > 0 and line["metrics"]["kl_k3"] >= 0
-        assert {"start_up", "generate", "score", "assemble", "train", "upload", "publish"} <= line["seconds"].keys()
+        assert {"start_up", "generate", "score", "assemble", "train", "upload", "publish"} <= line[
+            "seconds"
+        ].keys()
     assert (reference.folder / "report.html").stat().st_size > 1000
     wait_until_stopped(reference.store)
 
@@ -80,7 +83,9 @@ def test_the_final_checkpoint_loads_in_transformers_and_reproduces_its_evaluatio
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         with torch.no_grad():
-            output = model.generate(inputs["input_ids"], max_new_tokens=run_.config.rollout.max_new_tokens, do_sample=False)
+            output = model.generate(
+                inputs["input_ids"], max_new_tokens=run_.config.rollout.max_new_tokens, do_sample=False
+            )
         ids = output[0, inputs["input_ids"].shape[1] :].tolist()
         ended = ids[-1] == tokenizer.eos_token_id
         response = tokenizer.decode(ids[:-1] if ended else ids)
@@ -103,7 +108,9 @@ def test_a_run_killed_in_its_second_iteration_goes_on_to_the_same_bits(reference
     resumed = run(tmp_path, SMALL)
     assert "found version 2 after 1 iterations: continues with iteration 1" in resumed.output
     assert resumed.digests() == reference.digests()
-    assert [line["metrics"] for line in resumed.metrics()] == [line["metrics"] for line in reference.metrics()]
+    assert [line["metrics"] for line in resumed.metrics()] == [
+        line["metrics"] for line in reference.metrics()
+    ]
 
 
 def test_ctrl_c_during_training_leaves_no_server_and_a_campaign_that_goes_on(reference, tmp_path):
@@ -170,3 +177,30 @@ def test_a_taken_port_is_one_clear_error(tmp_path):
         port = taken.getsockname()[1]
         output = refused(tmp_path, SMALL | {"checkpoint": {"port": port}})
     assert f"checkpoint.port {port}" in " ".join(output.split()) and "in use" in output
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_stops_the_run_and_loses_nothing(reference, tmp_path):
+    disk = tmp_path / "store"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", str(disk)]).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    config = SMALL | {"checkpoint": {"min_free_gb": 0}}
+    process = start(tmp_path, config)
+    try:
+        wait_for(tmp_path, r"iter +1  generate  worker 0", process)
+        filler = disk / "filler"
+        with filler.open("wb") as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(1 << 20))
+                file.flush()
+        assert process.wait(120) != 0
+        output = " ".join((tmp_path / "log").read_text().split())
+        assert "space" in output or "disk" in output, output[-3000:]
+        wait_until_stopped(disk)
+        filler.unlink()
+        assert run(tmp_path, config).digests() == reference.digests()
+    finally:
+        stop(process)
+        wait_until_stopped(disk)
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)

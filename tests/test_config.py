@@ -34,13 +34,19 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
         ({"rollout": {"engine": "vllm"}}, ["rollout.engine: ", "'embedded'", "got 'vllm'"]),
         ({"train": {"ep": 3}}, ["train: ep must divide the 2 ranks", "ep=3", "[1, 2]"]),
         ({"train": {"ep": 1}}, ["dispatcher 'local' goes with ep=1", "Set dispatcher to local"]),
-        ({"model": {"random": {"num_experts": 7}}}, ["train.ep must divide model.random.num_experts", "[1, 7]"]),
+        (
+            {"model": {"random": {"num_experts": 7}}},
+            ["train.ep must divide model.random.num_experts", "[1, 7]"],
+        ),
         ({"model": {"random": {"num_kv_heads": 3}}}, ["num_kv_heads must divide num_heads", "[1, 2, 4]"]),
         ({"model": {"random": {"experts_per_token": 9}}}, ["at most num_experts", "9 > 8"]),
         ({"environment": {"num_digits": 2}}, ["held_out must be at most half of the 100 prompts", "got 256"]),
         ({"rollout": {"max_portions_per_worker": 1}}, ["must reach the 8 portions", "2 * 1 = 2", "to 4"]),
         ({"rollout": {"max_new_tokens": 4}}, ["must exceed environment.num_digits", "4 <= 4", "Set it to 8"]),
-        ({"algorithm": {"num_minibatches": 9999}}, ["algorithm.num_minibatches must be at most the 4096 samples"]),
+        (
+            {"algorithm": {"num_minibatches": 9999}},
+            ["algorithm.num_minibatches must be at most the 4096 samples"],
+        ),
         ({"name": "Bad Name"}, ["name: ", "'Bad Name'"]),
         ({"rollout": {"workers": 0}, "train": {"ep": 3}}, ["rollout.workers", "train: ep must divide"]),
     ],
@@ -60,7 +66,7 @@ def test_overrides_replace_the_files_values_and_none_keeps_them():
 
 
 def test_overrides_pass_the_same_checks():
-    with pytest.raises(ConfigError, match="schedule.iterations"):
+    with pytest.raises(ConfigError, match=r"schedule\.iterations"):
         with_overrides(load(), schedule__iterations=0)
 
 

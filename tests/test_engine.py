@@ -1,4 +1,5 @@
-"""The engine contract: every rollout engine passes these tests. Blind spot: tiny policies, greedy ties are not probed."""
+"""The engine contract: every rollout engine passes these tests. Blind spot: tiny policies, greedy ties are
+not probed."""
 
 import json
 import math
@@ -31,7 +32,7 @@ def engine(folder):
 
 
 def params(**changes):
-    defaults = dict(max_new_tokens=12, temperature=1.0, top_p=1.0, stop_ids=frozenset({1}))
+    defaults = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 1.0, "stop_ids": frozenset({1})}
     return SamplingParams(**(defaults | changes))
 
 
@@ -192,4 +193,4 @@ def test_uniforms_depend_on_seed_and_step_alone():
     first = uniforms(seeds, 0)
     assert first[0] == first[2] and first[0] != first[1] and (uniforms(seeds, 1) != first).all()
     many = uniforms(np.arange(10_000), 5)
-    assert 0 <= many.min() and many.max() < 1 and abs(many.mean() - 0.5) < 0.02
+    assert many.min() >= 0 and many.max() < 1 and abs(many.mean() - 0.5) < 0.02

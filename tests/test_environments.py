@@ -3,17 +3,20 @@
 import pytest
 
 from tasks.config import EnvironmentConfig
-from tasks.environments.protocol import make
+from tasks.environments.make import make_environment
 from tasks.environments.scoring import judge, score_groups
 from tasks.experience.records import Group
 from tasks.policy.tokenizer import character_tokenizer, encode, prompt_ids
 from tasks.schema import RolloutFrame, ScoredFrame, from_bytes, make_frame, to_bytes
 
-REVERSE = make(EnvironmentConfig(), seed=0)
+REVERSE = make_environment(EnvironmentConfig(), seed=0)
 
 
 def test_training_prompts_are_fixed_by_seed_and_position():
-    again, other = make(EnvironmentConfig(), seed=0), make(EnvironmentConfig(), seed=1)
+    again, other = (
+        make_environment(EnvironmentConfig(), seed=0),
+        make_environment(EnvironmentConfig(), seed=1),
+    )
     stream = [REVERSE.train_prompt(i) for i in range(50)]
     assert stream == [again.train_prompt(i) for i in range(50)]
     assert stream != [other.train_prompt(i) for i in range(50)]
@@ -52,7 +55,7 @@ def test_reverse_scores_by_right_positions(response, is_finished, reward):
 
 
 def test_sort_digits_wants_them_ascending():
-    sort = make(EnvironmentConfig(name="sort_digits"), seed=0)
+    sort = make_environment(EnvironmentConfig(name="sort_digits"), seed=0)
     assert sort.verify("000000000-4213", "1234", is_finished=True).is_exact
     assert sort.train_prompt(0).text.startswith("sort ")
 
@@ -77,17 +80,25 @@ def test_scoring_keeps_groups_handles_and_tokens_apart():
     taken = []
     for number, answers in (("1234", ["4321", "1111"]), ("5678", ["8765", "5678"])):
         rows = [
-            dict(
-                iteration=0, prompt_id=f"000000000-{number}", sample_index=i, policy_version=0, prompt_ids=[2, 3],
-                response_ids=[*encode(tokenizer, answer), tokenizer.eos_token_id], behavior_logprob=[-1.0] * 5,
-                finish_reason="stop",
-            )
+            {
+                "iteration": 0,
+                "prompt_id": f"000000000-{number}",
+                "sample_index": i,
+                "policy_version": 0,
+                "prompt_ids": [2, 3],
+                "response_ids": [*encode(tokenizer, answer), tokenizer.eos_token_id],
+                "behavior_logprob": [-1.0] * 5,
+                "finish_reason": "stop",
+            }
             for i, answer in enumerate(answers)
-        ]  # fmt: skip
+        ]
         payload = to_bytes(make_frame(rows, RolloutFrame))
         taken.append((f"handle-{number}", Group(group_id=number, num_samples=2, payload=payload)))
     scored = score_groups(taken, REVERSE, tokenizer)
-    assert [(handle, group.group_id) for handle, group in scored] == [("handle-1234", "1234"), ("handle-5678", "5678")]
+    assert [(handle, group.group_id) for handle, group in scored] == [
+        ("handle-1234", "1234"),
+        ("handle-5678", "5678"),
+    ]
     for (_, before), (_, after) in zip(taken, scored, strict=True):
         frame = from_bytes(after.payload, schema=ScoredFrame)
         assert frame["is_exact"].to_list() == [True, False]
@@ -98,7 +109,9 @@ def test_scoring_keeps_groups_handles_and_tokens_apart():
 def test_the_chat_template_ends_with_the_assistants_turn():
     tokenizer = character_tokenizer()
     ids = prompt_ids(tokenizer, "reverse 12")
-    assert tokenizer.decode(ids) == "<user>reverse 12<assistant>" and ids[-1] == tokenizer.convert_tokens_to_ids("<assistant>")
+    assert tokenizer.decode(ids) == "<user>reverse 12<assistant>" and ids[
+        -1
+    ] == tokenizer.convert_tokens_to_ids("<assistant>")
 
 
 def test_text_outside_the_vocabulary_is_refused():

@@ -1,6 +1,7 @@
 """The graph as Flyte will see it: edges, pools, pod templates, and that none of it needs torch."""
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -22,11 +23,14 @@ from workflows import campaign
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = SerializationSettings(
-    project="p", domain="d", version="v", image_config=ImageConfig(default_image=Image("d", "img", "t")),
+    project="p",
+    domain="d",
+    version="v",
+    image_config=ImageConfig(default_image=Image("d", "img", "t")),
     fast_serialization_settings=FastSerializationSettings(
         enabled=True, destination_dir="/root", distribution_location="s3://x/f.tar.gz"
     ),
-)  # fmt: skip
+)
 
 
 def version(number):
@@ -37,7 +41,9 @@ def version(number):
 
 def unrolled(entity, **inputs):
     """The dynamic job specification a dynamic node would hand to Flyte at run time."""
-    entity._wf = None  # flytekit keeps the first unrolling of a process; a real dynamic node is a process of its own
+    entity._wf = (
+        None  # flytekit keeps the first unrolling of a process; a real dynamic node is a process of its own
+    )
     context = FlyteContextManager.current_context().with_serialization_settings(SETTINGS)
     with FlyteContextManager.with_context(context) as ctx:
         state = ctx.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
@@ -56,11 +62,13 @@ def edges(*, staleness, iterations=4, **schedule):
         node.id: {b.binding.promise.node_id for b in node.inputs if b.binding.promise}
         | {
             p.promise.node_id
-            for b in node.inputs if b.binding.collection
-            for p in b.binding.collection.bindings if p.promise
+            for b in node.inputs
+            if b.binding.collection
+            for p in b.binding.collection.bindings
+            if p.promise
         }
         for node in spec.nodes
-    }  # fmt: skip
+    }
 
     @functools.cache
     def ancestors(node):
@@ -86,7 +94,7 @@ def test_with_staleness_one_generation_does_not_wait_for_the_previous_training()
 def test_an_iteration_is_prompts_generate_score_assemble_update_publish():
     waits, spec = edges(staleness=0, iterations=1)
     chain = ["prompts-0", "generate-0", "score-0", "assemble-0", "update-0", "publish-0"]
-    for earlier, later in zip(chain, chain[1:], strict=False):
+    for earlier, later in itertools.pairwise(chain):
         assert earlier in waits[later]
     (mapped,) = [node for node in spec.nodes if node.array_node]
     assert mapped.id == "generate-0"
@@ -94,7 +102,11 @@ def test_an_iteration_is_prompts_generate_score_assemble_update_publish():
 
 def test_evaluations_follow_every_nth_version_and_the_last():
     waits, _ = edges(staleness=0, iterations=5, evaluate_every=2)
-    assert {name for name in waits if name.startswith("evaluate")} == {"evaluate-1", "evaluate-3", "evaluate-4"}
+    assert {name for name in waits if name.startswith("evaluate")} == {
+        "evaluate-1",
+        "evaluate-3",
+        "evaluate-4",
+    }
 
 
 def test_a_segment_stays_far_below_flytes_record_limit_and_repeats_no_task():
@@ -108,20 +120,13 @@ def test_segments_chain_launch_plans_over_all_iterations():
     run = CampaignRun(config=CampaignConfig(schedule={"iterations": 23}), lineage=1, code_revision="r")
     state = CampaignState(versions=[version(3)], iterations_done=3)
     spec = unrolled(campaign.segments, run=run, state=state)
-    assert len(spec.nodes) == 2  # 3..13 and 13..23
+    until = [b.binding.scalar.primitive.integer for n in spec.nodes for b in n.inputs if b.var == "until"]
+    assert until == [13, 23]
     assert all(node.workflow_node.launchplan_ref.name == "moe_rl_segment" for node in spec.nodes)
 
 
 def serialized_tasks():
     """Task name -> serialized template, of everything the campaign runs."""
-    import tasks.buffer
-    import tasks.checkpoint
-    import tasks.evaluate
-    import tasks.prompts
-    import tasks.report
-    import tasks.reward
-    import tasks.rollout
-    import tasks.train
 
     found = {}
     for module in list(sys.modules.values()):
@@ -133,12 +138,16 @@ def serialized_tasks():
 
 
 POOL_OF = {
-    "tasks.prompts.offer_prompts": placement.CPU, "tasks.rollout.rollout_worker": placement.ROLLOUT,
-    "tasks.reward.score": placement.REWARD, "tasks.buffer.assemble": placement.MEMORY,
-    "tasks.train.update_policy_laptop_1x2": placement.TRAINER, "tasks.train.update_policy_cluster_16x8": placement.TRAINER,
-    "tasks.checkpoint.publish": placement.CPU, "tasks.evaluate.evaluate": placement.ROLLOUT,
+    "tasks.prompts.offer_prompts": placement.CPU,
+    "tasks.rollout.rollout_worker": placement.ROLLOUT,
+    "tasks.reward.score": placement.REWARD,
+    "tasks.buffer.assemble": placement.MEMORY,
+    "tasks.train.update_policy_laptop_1x2": placement.TRAINER,
+    "tasks.train.update_policy_cluster_16x8": placement.TRAINER,
+    "tasks.checkpoint.publish": placement.CPU,
+    "tasks.evaluate.evaluate": placement.ROLLOUT,
     "tasks.report.report": placement.CPU,
-}  # fmt: skip
+}
 
 
 def test_every_task_is_serialized_in_its_pool_with_its_pod_template():
@@ -177,7 +186,8 @@ BLOCKER = """
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"torch", "transformers", "sglang", "polars", "pandera", "valkey", "matplotlib"}:
+        if name.split(".")[0] in {"torch", "transformers", "sglang", "polars", "pandera", "valkey",
+        "matplotlib"}:
             raise ImportError(f"{name} must not be imported to register a workflow")
 sys.meta_path.insert(0, Refuse())
 """
@@ -189,9 +199,18 @@ def package(tmp_path_factory):
     folder = tmp_path_factory.mktemp("package")
     (folder / "sitecustomize.py").write_text(BLOCKER)
     command = [
-        str(Path(sys.executable).parent / "pyflyte"), "--pkgs", "workflows", "package", "--copy", "all",
-        "--image", "registry.example.com/moe-rl/cpu:0.1.0", "--output", str(folder / "flyte.tgz"), "--force",
-    ]  # fmt: skip
+        str(Path(sys.executable).parent / "pyflyte"),
+        "--pkgs",
+        "workflows",
+        "package",
+        "--copy",
+        "all",
+        "--image",
+        "registry.example.com/moe-rl/cpu:0.1.0",
+        "--output",
+        str(folder / "flyte.tgz"),
+        "--force",
+    ]
     env = dict(os.environ, PYTHONPATH=str(folder))
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

@@ -12,7 +12,9 @@ from tasks.config import CampaignConfig, Section
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {"workflows", "tasks", "kernels", "images", "configs", "tests", "pyproject.toml", "README.md"}
-TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+TRACKED = subprocess.run(
+    ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+).stdout.split()
 PYTHON = [ROOT / name for name in TRACKED if name.endswith(".py") and (ROOT / name).exists()]
 SOURCES = [path for path in PYTHON if path.relative_to(ROOT).parts[0] != "tests"]
 HEAVY = {"torch", "transformers", "sglang", "polars", "pandera", "valkey", "matplotlib", "boto3", "numpy"}
@@ -47,7 +49,9 @@ def test_the_top_level_is_what_the_owner_fixed():
 
 
 def test_kernels_folder_does_not_shadow_the_pypi_package():
-    assert not (ROOT / "kernels/__init__.py").exists()  # transformers and sglang import Hugging Face's `kernels`
+    assert not (
+        ROOT / "kernels/__init__.py"
+    ).exists()  # transformers and sglang import Hugging Face's `kernels`
     assert (ROOT / "kernels/moe_kernels/__init__.py").exists()
 
 
@@ -107,7 +111,9 @@ def test_public_functions_are_typed_and_modules_documented(path):
             if isinstance(function, ast.FunctionDef) and not function.name.startswith("_"):
                 arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
                 untyped = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
-                assert not untyped and function.returns is not None, f"{relative(path)}: {function.name} {untyped}"
+                assert not untyped and function.returns is not None, (
+                    f"{relative(path)}: {function.name} {untyped}"
+                )
 
 
 def configuration_fields(section=CampaignConfig, prefix=""):

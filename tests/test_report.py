@@ -18,7 +18,7 @@ from tasks.artifacts.manifest import Manifest
 from tasks.config import CampaignConfig
 from tasks.experience.ledger import CampaignLedger, IterationLedger
 from tasks.records import CampaignRun, Evaluation
-from tasks.reporting import charts, page
+from tasks.reporting import charts, page, rollouts
 from tasks.reporting.collect import CampaignRecord
 from tasks.schema import TrainFrame, make_frame
 
@@ -97,7 +97,7 @@ def frame(advantages: dict[str, list[float]]) -> pl.DataFrame:
         {
             "iteration": 3, "prompt_id": prompt, "sample_index": i, "policy_version": 41, "prompt_ids": [7],
             "response_ids": [100 + i], "behavior_logprob": [-0.5], "loss_mask": [True],
-            "advantage": advantage, "minibatch": 0,
+            "reward": 0.25, "advantage": advantage, "minibatch": 0,
         }
         for prompt, values in advantages.items()
         for i, advantage in enumerate(values)
@@ -163,7 +163,7 @@ def test_hostile_text_of_a_record_is_escaped() -> None:
 
 
 def test_hostile_rollouts_are_escaped() -> None:
-    html = page.rollouts_section(frame({"p": [1.0, -1.0]}), lambda _: HOSTILE, iteration=3)
+    _, html = rollouts.group_columns(frame({"p": [1.0, -1.0]}), lambda _: HOSTILE, iteration=3)
     assert escape(HOSTILE) in html and "<script" not in html and "<img" not in html
 
 
@@ -243,19 +243,19 @@ def test_the_share_lost_to_start_up_is_stated() -> None:
 
 def test_rollouts_show_hard_and_easy_groups_with_advantages() -> None:
     groups = {"even": [1.0, -1.0] * 2, "hard": [3.0, -1.0, -1.0, -1.0], "easy": [1.0, 1.0, 1.0, -3.0]}
-    html = page.rollouts_section(
+    _, html = rollouts.group_columns(
         frame(groups | {"also hard": groups["hard"], "also easy": groups["easy"]}),
         lambda ids: f"token{ids[0]}", iteration=3,
     )  # fmt: skip
     assert re.findall(r"(\d) of 4 above", html) == ["1", "1", "3", "3"]  # the even group is between
     assert "+3.00" in html and "-3.00" in html and "token7" in html and "sampled by version 41" in html
-    assert "keeps advantages, not rewards" in html
+    assert "<td>0.25</td>" in html
 
 
 def test_a_single_group_is_shown_once_and_equal_responses_share_a_line() -> None:
     one = frame({"p": [1.0, 1.0, -2.0]})
     same = one.with_columns(response_ids=one["response_ids"].gather([0, 0, 2]))
-    html = page.rollouts_section(same, str, iteration=3)
+    _, html = rollouts.group_columns(same, str, iteration=3)
     assert html.count("<article>") == 1 and html.count("<tr>") == 2 and "&times;2" in html
 
 

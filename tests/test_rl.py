@@ -21,14 +21,24 @@ def policy_loss(logprob, behavior, advantage, mask, entropy=None, *, tokens, ent
     shape = torch.tensor(logprob)
     entropy = torch.zeros_like(shape) if entropy is None else torch.tensor(entropy)
     return clipped_policy_loss(
-        shape, torch.tensor(behavior), torch.tensor(advantage), entropy, torch.tensor(mask),
-        clip_low=0.2, clip_high=0.28, entropy_coefficient=entropy_coefficient, num_global_tokens=tokens,
-    )  # fmt: skip
+        shape,
+        torch.tensor(behavior),
+        torch.tensor(advantage),
+        entropy,
+        torch.tensor(mask),
+        clip_low=0.2,
+        clip_high=0.28,
+        entropy_coefficient=entropy_coefficient,
+        num_global_tokens=tokens,
+    )
 
 
 def test_clipped_loss_by_hand_with_nan_in_a_masked_slot():
-    # e^0.5 = 1.6487 -> clipped to 1.28 (A > 0); e^-0.5 = 0.6065 -> 0.8 (A < 0); third masked, NaN must not leak
-    loss, metrics = policy_loss([-0.5, -1.5, NAN], [-1.0, -1.0, NAN], [1.0, -1.0, NAN], [True, True, False], tokens=2)
+    # e^0.5 = 1.6487 -> clipped to 1.28 (A > 0); e^-0.5 = 0.6065 -> 0.8 (A < 0); third masked, NaN must not
+    # leak
+    loss, metrics = policy_loss(
+        [-0.5, -1.5, NAN], [-1.0, -1.0, NAN], [1.0, -1.0, NAN], [True, True, False], tokens=2
+    )
     torch.testing.assert_close(loss, torch.tensor((-1.28 + 0.8) / 2))
     assert metrics["tokens"] == 2 and metrics["clip_share"] == 2
     # k1 = -(0.5 - 0.5) = 0; k3 = (e^0.5 - 1 - 0.5) + (e^-0.5 - 1 + 0.5)
@@ -36,14 +46,35 @@ def test_clipped_loss_by_hand_with_nan_in_a_masked_slot():
     torch.testing.assert_close(metrics["kl_k3"], torch.tensor(math.exp(0.5) - 1.5 + math.exp(-0.5) - 0.5))
 
 
+@pytest.mark.parametrize(("log_ratio", "advantage", "bound"), [(1.0, 1.0, 1.28), (-1.0, -1.0, 0.8)])
+def test_the_ratio_is_clipped_at_one_plus_high_and_one_minus_low(log_ratio, advantage, bound):
+    loss, _ = policy_loss([log_ratio], [0.0], [advantage], [True], tokens=1)
+    torch.testing.assert_close(loss, torch.tensor(-bound * advantage))
+
+
+def test_kl_estimates_by_hand():
+    # k1 = -(0.7); k3 = e^0.7 - 1 - 0.7 (Schulman, approximating KL: r - 1 - log r with r = new / behavior)
+    _, metrics = policy_loss([-0.3], [-1.0], [1.0], [True], tokens=1)
+    torch.testing.assert_close(metrics["kl_k1"], torch.tensor(-0.7))
+    torch.testing.assert_close(metrics["kl_k3"], torch.tensor(math.exp(0.7) - 1.7))
+
+
 def test_the_unclipped_side_of_the_surrogate_keeps_its_gradient():
-    # ratio above the upper bound with a negative advantage (and below the lower with a positive one) is not clipped
+    # ratio above the upper bound with a negative advantage (and below the lower with a positive one) is not
+    # clipped
     for logprob, advantage in ((0.5, -1.0), (-0.5, 1.0)):
         value = torch.tensor([logprob], requires_grad=True)
         loss, _ = clipped_policy_loss(
-            value, torch.zeros(1), torch.tensor([advantage]), torch.zeros(1), torch.tensor([True]),
-            clip_low=0.2, clip_high=0.28, entropy_coefficient=0.0, num_global_tokens=1,
-        )  # fmt: skip
+            value,
+            torch.zeros(1),
+            torch.tensor([advantage]),
+            torch.zeros(1),
+            torch.tensor([True]),
+            clip_low=0.2,
+            clip_high=0.28,
+            entropy_coefficient=0.0,
+            num_global_tokens=1,
+        )
         loss.backward()
         torch.testing.assert_close(value.grad, torch.tensor([-advantage * math.exp(logprob)]))
 
@@ -52,9 +83,16 @@ def test_on_policy_gradient_is_reinforce():
     logprob = torch.tensor([-0.7, -1.1, -0.2], requires_grad=True)
     advantage = torch.tensor([1.5, -0.5, 2.0])
     loss, _ = clipped_policy_loss(
-        logprob, logprob.detach().clone(), advantage, torch.zeros(3), torch.ones(3, dtype=torch.bool),
-        clip_low=0.2, clip_high=0.2, entropy_coefficient=0.0, num_global_tokens=3,
-    )  # fmt: skip
+        logprob,
+        logprob.detach().clone(),
+        advantage,
+        torch.zeros(3),
+        torch.ones(3, dtype=torch.bool),
+        clip_low=0.2,
+        clip_high=0.2,
+        entropy_coefficient=0.0,
+        num_global_tokens=3,
+    )
     loss.backward()
     torch.testing.assert_close(logprob.grad, -advantage / 3)
 
@@ -69,23 +107,34 @@ def test_entropy_bonus_lowers_the_loss_by_its_mean():
 
 
 def test_supervised_loss_by_hand():
-    loss, metrics = supervised_loss(torch.tensor([-1.0, -3.0, NAN]), torch.tensor([True, True, False]), num_global_tokens=2)
+    loss, metrics = supervised_loss(
+        torch.tensor([-1.0, -3.0, NAN]), torch.tensor([True, True, False]), num_global_tokens=2
+    )
     torch.testing.assert_close(loss, torch.tensor(2.0))
     torch.testing.assert_close(metrics["policy_loss"], torch.tensor(4.0))
 
 
 def test_losses_do_not_depend_on_how_a_batch_is_split():
     generator = torch.Generator().manual_seed(0)
-    logprob, behavior, advantage, entropy = (torch.randn(12, generator=generator, dtype=torch.float64) for _ in range(4))
+    logprob, behavior, advantage, entropy = (
+        torch.randn(12, generator=generator, dtype=torch.float64) for _ in range(4)
+    )
     mask = torch.rand(12, generator=generator) < 0.7
 
     def gradient(parts):
         leaf = logprob.clone().requires_grad_()
         for part in parts:
             loss, _ = clipped_policy_loss(
-                leaf[part], behavior[part], advantage[part], entropy[part], mask[part],
-                clip_low=0.2, clip_high=0.28, entropy_coefficient=0.01, num_global_tokens=int(mask.sum()),
-            )  # fmt: skip
+                leaf[part],
+                behavior[part],
+                advantage[part],
+                entropy[part],
+                mask[part],
+                clip_low=0.2,
+                clip_high=0.28,
+                entropy_coefficient=0.01,
+                num_global_tokens=int(mask.sum()),
+            )
             loss.backward()
         return leaf.grad
 
@@ -98,11 +147,14 @@ def test_group_advantages_by_hand():
     # mean 1, deviations -1 0 1, sample variance (1 + 0 + 1) / 2 = 1
     reward = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64)
     torch.testing.assert_close(
-        group_advantages(reward, normalize_by_std=True), torch.tensor([[-1.0, 0.0, 1.0]], dtype=torch.float64),
-        rtol=0, atol=2e-6,
-    )  # fmt: skip - atol: the epsilon of 1e-6 in the denominator
+        group_advantages(reward, normalize_by_std=True),
+        torch.tensor([[-1.0, 0.0, 1.0]], dtype=torch.float64),
+        rtol=0,
+        atol=2e-6,
+    )  # atol: the epsilon of 1e-6 in the denominator
     torch.testing.assert_close(
-        group_advantages(3 * reward, normalize_by_std=False), torch.tensor([[-3.0, 0.0, 3.0]], dtype=torch.float64)
+        group_advantages(3 * reward, normalize_by_std=False),
+        torch.tensor([[-3.0, 0.0, 3.0]], dtype=torch.float64),
     )
 
 
@@ -126,11 +178,20 @@ def test_controls_flip_and_shuffle_rewards():
 
 
 def scored(prompt, index, reward, **changes):
-    row = dict(
-        iteration=3, prompt_id=prompt, sample_index=index, policy_version=7, prompt_ids=[1, 2], response_ids=[3, 4],
-        behavior_logprob=[-0.5, -0.25], finish_reason="stop", outcome="score", reward=reward, is_exact=reward == 1.0,
-        reason="",
-    )  # fmt: skip
+    row = {
+        "iteration": 3,
+        "prompt_id": prompt,
+        "sample_index": index,
+        "policy_version": 7,
+        "prompt_ids": [1, 2],
+        "response_ids": [3, 4],
+        "behavior_logprob": [-0.5, -0.25],
+        "finish_reason": "stop",
+        "outcome": "score",
+        "reward": reward,
+        "is_exact": reward == 1.0,
+        "reason": "",
+    }
     return row | changes
 
 
@@ -143,13 +204,22 @@ def test_assembly_accounts_for_every_sample():
         *(scored("a", i, r) for i, r in enumerate((0.0, 1.0))),
         *(scored("b", i, 0.5) for i in range(2)),
         *(scored("c", i, r, policy_version=6) for i, r in enumerate((0.0, 1.0))),
-        scored("d", 0, 1.0), scored("d", 1, None, outcome="failure", reason="boom"),
-        scored("e", 0, 0.1), scored("e", 1, 0.2), scored("e", 2, None, outcome="abstain"),
-    ]  # fmt: skip
-    train, rejected, metrics = assemble_frame(make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7)
+        scored("d", 0, 1.0),
+        scored("d", 1, None, outcome="failure", reason="boom"),
+        scored("e", 0, 0.1),
+        scored("e", 1, 0.2),
+        scored("e", 2, None, outcome="abstain"),
+    ]
+    train, rejected, metrics = assemble_frame(
+        make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7
+    )
     assert rejected == {
-        "zero_variance": 2, "stale": 2, "verifier_failure": 1, "group_of_one": 1, "abstained": 1
-    }  # fmt: skip
+        "zero_variance": 2,
+        "stale": 2,
+        "verifier_failure": 1,
+        "group_of_one": 1,
+        "abstained": 1,
+    }
     assert len(train) + sum(rejected.values()) == len(rows)
     assert sorted(train["prompt_id"].unique()) == ["a", "e"]
     assert metrics["staleness"] == 0
@@ -169,22 +239,29 @@ def test_assembly_does_not_depend_on_the_order_of_samples():
     frames = []
     for seed in (1, 2):
         random.Random(seed).shuffle(rows)
-        frames.append(assemble_frame(make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7)[0])
+        frames.append(
+            assemble_frame(make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7)[0]
+        )
     assert frames[0].equals(frames[1])
     assert frames[0].group_by("minibatch").len().sort("minibatch")["len"].to_list() == [12, 12]
 
 
 def test_assembly_with_nothing_to_learn_from_is_empty_not_an_error():
     rows = [scored("a", i, 1.0) for i in range(4)]
-    train, rejected, _ = assemble_frame(make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7)
+    train, rejected, _ = assemble_frame(
+        make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7
+    )
     assert train.is_empty() and rejected == {"zero_variance": 4}
 
 
 def train_row(prompt_length, response_length):
     return {
-        "prompt_ids": list(range(10, 10 + prompt_length)), "response_ids": list(range(50, 50 + response_length)),
-        "behavior_logprob": [-0.5] * response_length, "loss_mask": [True] * response_length, "advantage": 2.0,
-    }  # fmt: skip
+        "prompt_ids": list(range(10, 10 + prompt_length)),
+        "response_ids": list(range(50, 50 + response_length)),
+        "behavior_logprob": [-0.5] * response_length,
+        "loss_mask": [True] * response_length,
+        "advantage": 2.0,
+    }
 
 
 def test_micro_batches_hold_every_row_once_within_the_token_budget():
@@ -196,7 +273,9 @@ def test_micro_batches_hold_every_row_once_within_the_token_budget():
 
 
 def test_a_micro_batch_aligns_every_tensor_with_its_token():
-    (batch,) = micro_batches([train_row(2, 3) | {"loss_mask": [True, False, True]}, train_row(1, 1)], max_tokens=100)
+    (batch,) = micro_batches(
+        [train_row(2, 3) | {"loss_mask": [True, False, True]}, train_row(1, 1)], max_tokens=100
+    )
     assert batch["input_ids"].tolist() == [[10, 11, 50, 51, 52], [10, 50, 0, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 0, 0, 0]]
     assert batch["mask"].tolist() == [[False, False, True, False, True], [False, True, False, False, False]]
@@ -217,4 +296,6 @@ def test_ranks_share_rows_without_loss_for_any_number_of_them():
 def test_train_frame_marks_every_response_token_as_trained():
     rows = [scored("a", i, r) for i, r in enumerate((0.0, 1.0))]
     train, _, _ = assemble_frame(make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7)
-    assert train.select(pl.col("loss_mask").list.all().all()).item() and train["loss_mask"].list.len().to_list() == [2, 2]
+    assert train.select(pl.col("loss_mask").list.all().all()).item() and train[
+        "loss_mask"
+    ].list.len().to_list() == [2, 2]

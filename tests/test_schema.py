@@ -16,19 +16,36 @@ from tasks.schema import (
     validated,
 )
 
-ROLLOUT = dict(
-    iteration=2, prompt_id="p", sample_index=0, policy_version=5, prompt_ids=[1, 2], response_ids=[3, 4],
-    behavior_logprob=[-0.1, -0.2], finish_reason="stop",
-)  # fmt: skip
-SCORED = ROLLOUT | dict(outcome="score", reward=0.5, is_exact=False, reason="")
-TRAIN = dict(
-    iteration=2, prompt_id="p", sample_index=0, policy_version=5, prompt_ids=[1, 2], response_ids=[3, 4],
-    behavior_logprob=[-0.1, -0.2], loss_mask=[True, False], advantage=1.5, minibatch=0,
-)  # fmt: skip
+ROLLOUT = {
+    "iteration": 2,
+    "prompt_id": "p",
+    "sample_index": 0,
+    "policy_version": 5,
+    "prompt_ids": [1, 2],
+    "response_ids": [3, 4],
+    "behavior_logprob": [-0.1, -0.2],
+    "finish_reason": "stop",
+}
+SCORED = ROLLOUT | {"outcome": "score", "reward": 0.5, "is_exact": False, "reason": ""}
+TRAIN = {
+    "iteration": 2,
+    "prompt_id": "p",
+    "sample_index": 0,
+    "policy_version": 5,
+    "prompt_ids": [1, 2],
+    "response_ids": [3, 4],
+    "behavior_logprob": [-0.1, -0.2],
+    "loss_mask": [True, False],
+    "reward": 0.5,
+    "advantage": 1.5,
+    "minibatch": 0,
+}
 GOOD = {
-    PromptFrame: dict(iteration=0, prompt_id="p", prompt_ids=[1]), RolloutFrame: ROLLOUT, ScoredFrame: SCORED,
+    PromptFrame: {"iteration": 0, "prompt_id": "p", "prompt_ids": [1]},
+    RolloutFrame: ROLLOUT,
+    ScoredFrame: SCORED,
     TrainFrame: TRAIN,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("schema", GOOD, ids=lambda schema: schema.__name__)
@@ -49,8 +66,13 @@ def test_no_payload_is_an_empty_frame_of_the_right_type(schema):
         (PromptFrame, {"prompt_ids": []}, "prompt_is_not_empty"),
         (RolloutFrame, {"prompt_ids": []}, "prompt_is_not_empty"),
         (RolloutFrame, {"behavior_logprob": [-0.1]}, "response_and_logprobs_have_equal_length"),
-        (RolloutFrame, {"response_ids": [], "behavior_logprob": []}, "response_and_logprobs_have_equal_length"),
+        (
+            RolloutFrame,
+            {"response_ids": [], "behavior_logprob": []},
+            "response_and_logprobs_have_equal_length",
+        ),
         (RolloutFrame, {"behavior_logprob": [float("nan"), -1]}, "logprobs_are_finite_and_at_most_zero"),
+        (RolloutFrame, {"behavior_logprob": [float("-inf"), -1]}, "logprobs_are_finite_and_at_most_zero"),
         (RolloutFrame, {"behavior_logprob": [0.5, -1]}, "logprobs_are_finite_and_at_most_zero"),
         (RolloutFrame, {"finish_reason": "tired"}, "isin"),
         (RolloutFrame, {"policy_version": -1}, "greater_than_or_equal_to"),
@@ -71,7 +93,9 @@ def test_a_violation_names_the_row_and_the_rule(schema, change, rule):
     assert rule in text and "rows [1]" in text and "/bad" in text and "first/" not in text, text
 
 
-@pytest.mark.parametrize("schema", [RolloutFrame, ScoredFrame, TrainFrame], ids=lambda schema: schema.__name__)
+@pytest.mark.parametrize(
+    "schema", [RolloutFrame, ScoredFrame, TrainFrame], ids=lambda schema: schema.__name__
+)
 def test_a_sample_may_occur_once(schema):
     with pytest.raises(SchemaViolation, match="sample_ids_are_unique"):
         make_frame([GOOD[schema], GOOD[schema]], schema)

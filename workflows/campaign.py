@@ -1,7 +1,12 @@
-"""A campaign: segments of iterations, from version 0 or from where it stopped. Entry point of ``pyflyte run``.
+"""A campaign: segments of iterations, from version 0 or from where it stopped. Entry point of ``pyflyte
+run``.
 
-    pyflyte run workflows/campaign.py campaign --config configs/campaigns/laptop.yaml
+pyflyte run workflows/campaign.py campaign --config configs/campaigns/laptop.yaml
 """
+
+# pyright: reportReturnType=false, reportAssignmentType=false, reportArgumentType=false
+# pyright: reportCallIssue=false
+# Inside a workflow a task call returns a promise of its declared type.
 
 import warnings
 
@@ -15,24 +20,26 @@ from tasks.prompts import demonstrations
 from tasks.records import CampaignRun, CampaignState, CampaignSummary
 from tasks.report import report
 from tasks.train import UPDATE_POLICY
-from workflows.iteration import iteration
+from workflows.iteration import iteration, node
 
-# flytekit spells the negative of a flag twice (--no_fresh, --no-fresh), which click answers with a warning a run.
+DEFAULT = CampaignConfig()
+
+# flytekit spells the negative of a flag twice (--no_fresh, --no-fresh), which click answers with a warning a
+# run.
 warnings.filterwarnings("ignore", message="The parameter --fresh is used more than once")
 
 
 @dynamic(**placement.CPU.task_arguments())
 def unroll(run: CampaignRun, state: CampaignState, until: int) -> CampaignState:
-    """Iterations up to ``until`` as a graph. With ``max_staleness`` s, iteration k samples with the policy published
-    s iterations before the one it trains: asynchrony is nothing but the edges of this graph."""
+    """Iterations up to ``until`` as a graph. With ``max_staleness`` s, iteration k samples with the policy
+    published s iterations before the one it trains: asynchrony is nothing but the edges of this graph."""
     schedule = run.config.schedule
     policies, evaluations = list(state.versions), []
     for k in range(state.iterations_done, until):
         behavior = policies[max(0, len(policies) - 1 - schedule.max_staleness)]
         policies.append(iteration(run, k, behavior=behavior, policy=policies[-1]))
         if (k + 1) % schedule.evaluate_every == 0 or k + 1 == schedule.iterations:
-            score = evaluate(run=run, policy=policies[-1])
-            evaluations.append(score.with_overrides(node_name=f"evaluate-{k}"))
+            evaluations.append(node(f"evaluate-{k}", evaluate(run=run, policy=policies[-1])))
     return hand_on(
         versions=policies[-(schedule.max_staleness + 1) :], iterations_done=until, evaluations=evaluations
     )
@@ -49,12 +56,13 @@ segment_plan = LaunchPlan.get_or_create(workflow=segment, name="moe_rl_segment")
 
 @dynamic(**placement.CPU.task_arguments())
 def first_versions(run: CampaignRun, state: CampaignState) -> CampaignState:
-    """Version 0 and its warm start, as far as they are missing, and the score of the version the run starts from."""
+    """Version 0 and its warm start, as far as they are missing, and the score of the version the run starts
+    from."""
     versions = list(state.versions) or [initialize(run=run)]
     if run.config.warm_start.steps and (not state.versions or state.versions[-1].version == 0):
         batch = demonstrations(run=run, policy=versions[-1])
         warm_start = UPDATE_POLICY[run.config.train.topology]
-        trained = warm_start(run=run, batch=batch, policy=versions[-1]).with_overrides(node_name="warm-start")
+        trained = node("warm-start", warm_start(run=run, batch=batch, policy=versions[-1]))
         versions = [publish(run=run, candidate=trained)]
     score = evaluate(run=run, policy=versions[-1])
     return hand_on(versions=versions, iterations_done=state.iterations_done, evaluations=[score])
@@ -72,15 +80,15 @@ def segments(run: CampaignRun, state: CampaignState) -> CampaignState:
 
 @workflow
 def campaign(
-    config: CampaignConfig = CampaignConfig(),
+    config: CampaignConfig = DEFAULT,
     name: str | None = None,
     iterations: int | None = None,
     learning_rate: float | None = None,
     store: str | None = None,
     fresh: bool = False,
 ) -> CampaignSummary:
-    """Post-train a mixture-of-experts policy. The scalars override the configuration where given; ``fresh`` starts a
-    new lineage of the same name instead of going on with the newest one."""
+    """Post-train a mixture-of-experts policy. The scalars override the configuration where given; ``fresh``
+    starts a new lineage of the same name instead of going on with the newest one."""
     run = open_campaign(
         config=config, name=name, iterations=iterations, learning_rate=learning_rate, store=store, fresh=fresh
     )

@@ -1,8 +1,8 @@
 """One iteration of reinforcement learning, as the algorithm box reads.
 
-    behavior ──► offer prompts ──► generate ──► score ──► assemble ──► update policy ──► publish ──► version v + 1
+    behavior ──► offer prompts ──► generate ──► score ──► assemble ──► update policy ──► publish ──► v + 1
                                    N workers                  │            ▲                ▲
-                                                              │   policy ──┘                │
+                                                              │  policy v ─┘                │
                                                               └────────► archive ───────────┘
 
 A plain function that is called while a campaign is unrolled, not a sub-workflow: generation waits only for
@@ -29,15 +29,19 @@ def iteration(run: CampaignRun, k: int, *, behavior: Any, policy: Any) -> Any:
     workers = list(range(run.config.rollout.workers))
     update_policy = UPDATE_POLICY[run.config.train.topology]
 
-    prompts = offer_prompts(run=run, iteration=k, behavior=behavior).with_overrides(node_name=f"prompts-{k}")
+    prompts = node(f"prompts-{k}", offer_prompts(run=run, iteration=k, behavior=behavior))
     if run.config.rollout.pool == "standing":
         rollouts = await_rollouts(run=run, prompts=prompts)
     else:
         rollouts = generate(worker=workers, run=run, prompts=prompts, behavior=behavior)
-    rollouts = rollouts.with_overrides(node_name=f"generate-{k}")
-    scores = score(run=run, prompts=prompts, behavior=behavior, rollouts=rollouts)
-    scores = scores.with_overrides(node_name=f"score-{k}")
-    batch = assemble(run=run, scores=scores, policy=policy).with_overrides(node_name=f"assemble-{k}")
-    kept = archive(run=run, batch=batch, policy=policy).with_overrides(node_name=f"archive-{k}")
-    trained = update_policy(run=run, batch=batch, policy=policy).with_overrides(node_name=f"update-{k}")
-    return publish(run=run, candidate=trained, archive=kept).with_overrides(node_name=f"publish-{k}")
+    rollouts = node(f"generate-{k}", rollouts)
+    scores = node(f"score-{k}", score(run=run, prompts=prompts, behavior=behavior, rollouts=rollouts))
+    batch = node(f"assemble-{k}", assemble(run=run, scores=scores, policy=policy))
+    kept = node(f"archive-{k}", archive(run=run, batch=batch, policy=policy))
+    trained = node(f"update-{k}", update_policy(run=run, batch=batch, policy=policy))
+    return node(f"publish-{k}", publish(run=run, candidate=trained, archive=kept))
+
+
+def node(name: str, promise: Any) -> Any:
+    """Name a node of the graph by its stage and iteration, for people and for recovery."""
+    return promise.with_overrides(node_name=name)

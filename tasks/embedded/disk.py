@@ -12,6 +12,6 @@ def require_free_space(folder: Path, min_bytes: int) -> None:
     if free < min_bytes:
         raise ValueError(
             f"the disk of {folder} must have at least {min_bytes / 2**30:.2f} GiB free, got "
-            f"{free / 2**30:.2f} GiB. "
-            "Free some space, or choose a folder on another disk."
+            f"{free / 2**30:.2f} GiB. Free some space, choose a folder on another disk, or lower "
+            "checkpoint.min_free_gb."
         )

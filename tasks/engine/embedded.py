@@ -22,7 +22,8 @@ class EmbeddedEngine:
     """Batched sampling; prompts are prefetched once for all their samples, finished rows leave the batch."""
 
     def __init__(self, *, batch_size: int, dtype: torch.dtype = torch.float32):
-        # One thread repeats bit for bit, and matrices this small gain nothing from a second; add workers instead.
+        # One thread repeats bit for bit, and matrices this small gain nothing from a second; add workers
+        # instead.
         torch.set_num_threads(1)
         self.batch_size, self.dtype = batch_size, dtype
         self.model: torch.nn.Module | None = None

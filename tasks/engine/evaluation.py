@@ -14,7 +14,8 @@ SAMPLES_PER_PROMPT = 4
 
 
 def held_out_score(run: CampaignRun, folder: Path, version: int, *, iteration: int) -> Evaluation:
-    """Exact match and mean reward of held-out prompts; sampled scores are means over several samples a prompt.
+    """Exact match and mean reward of held-out prompts; sampled scores are means over several samples a
+    prompt.
 
     Seeds derive from the prompt alone, so two versions are compared on the same randomness.
     """

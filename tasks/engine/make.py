@@ -62,6 +62,6 @@ def stop_ids(folder: Path) -> frozenset[int]:
         if value is not None:
             return frozenset(value if isinstance(value, list) else [value])
     raise ValueError(
-        f"{folder} must name an eos_token_id in generation_config.json or config.json, got none. "
-        "Without one no response would ever end; add it to the checkpoint."
+        f"{folder} must name an eos_token_id in generation_config.json or config.json, got none. Without one "
+        "no response would ever end; add it to the checkpoint."
     )

@@ -23,7 +23,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Samples of one prompt; one per seed. The seed alone decides a sample's randomness, not its neighbours."""
+    """Samples of one prompt, one a seed. The seed alone decides a sample's randomness."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]

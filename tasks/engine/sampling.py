@@ -24,8 +24,8 @@ def sample(
     """Draw one token a row by inverting the cumulative distribution.
 
     Returns:
-        token [B] int64, and its log-probability [B] float32 under the tempered (and, for top_p < 1, truncated and
-        renormalised) distribution. Temperature 0 takes the most likely token.
+        token [B] int64, and its log-probability [B] float32 under the tempered (and, for top_p < 1, truncated
+        and renormalised) distribution. Temperature 0 takes the most likely token.
     """
     if temperature == 0:
         token_B = logits_BV.argmax(dim=-1)
@@ -46,7 +46,8 @@ def _gather(logprob_BV: Tensor, token_B: Tensor) -> Tensor:
 
 
 def _truncated(logprob_BV: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest most likely tokens whose probabilities reach ``top_p``; renormalise; the rest get -inf."""
+    """Keep the fewest most likely tokens whose probabilities reach ``top_p``; renormalise; the rest get
+    -inf."""
     sorted_BV, order_BV = logprob_BV.sort(dim=-1, descending=True, stable=True)
     before_BV = sorted_BV.exp().cumsum(dim=-1) - sorted_BV.exp()
     sorted_BV = sorted_BV.masked_fill(before_BV >= top_p, float("-inf")).log_softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Rearrange a few digits: the smallest problem whose reward a random mixture-of-experts policy learns to raise."""
+"""Rearrange a few digits: a problem small enough for a random policy to learn by reward alone."""
 
 import functools
 import random
@@ -15,19 +15,28 @@ def reverse(digits: str) -> Iterable[str]:
 
 
 class DigitsEnvironment:
-    """All numbers of ``num_digits`` digits in an order drawn from the seed; the first ``num_held_out`` are held out.
+    """All numbers of ``num_digits`` digits in an order drawn from the seed; the first ``num_held_out`` are
+    held out.
 
     Reward 1.0 for the exact answer, else up to 0.5 by the share of right positions, halved if it did not end.
     """
 
     def __init__(
-        self, *, name: str, transform: Callable[[str], Iterable[str]], num_digits: int, num_held_out: int, seed: int
+        self,
+        *,
+        name: str,
+        transform: Callable[[str], Iterable[str]],
+        num_digits: int,
+        num_held_out: int,
+        seed: int,
     ):
         self.name, self.transform, self.num_digits, self.num_held_out, self.seed = (
             name, transform, num_digits, num_held_out, seed,
         )  # fmt: skip
         order = list(range(10**num_digits))
-        random.Random(f"{name}/{num_digits}").shuffle(order)  # the same split for every seed: scores stay comparable
+        random.Random(f"{name}/{num_digits}").shuffle(
+            order
+        )  # the same split for every seed: scores stay comparable
         self.held_out, self.train = order[:num_held_out], order[num_held_out:]
 
     def fingerprint(self) -> str:

@@ -1,9 +1,8 @@
-"""What a task to learn must provide. Add one: a class with these members in a file here, and its name in ``make``."""
+"""What a task to learn must provide. Add one: a class with these members in a file here, and its name in
+``make.py``."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
-
-from tasks.config import EnvironmentConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +44,5 @@ class Environment(Protocol):
         ...
 
     def verify(self, prompt_id: str, response: str, *, is_finished: bool) -> Outcome:
-        """Judge a response. ``is_finished`` is False if the length limit cut it off. May raise: that is a failure."""
+        """Judge a response; ``is_finished`` is False if the limit cut it off. Raising is a failure."""
         ...
-
-
-def make(config: EnvironmentConfig, *, seed: int) -> Environment:
-    """The environment a configuration names."""
-    from tasks.environments.digits import DigitsEnvironment, reverse
-
-    transform = {"reverse_digits": reverse, "sort_digits": sorted}[config.name]
-    return DigitsEnvironment(
-        name=config.name, transform=transform, num_digits=config.num_digits, num_held_out=config.held_out, seed=seed
-    )

@@ -48,9 +48,6 @@ def made_of(store: PolicyStore, version: int) -> Made:
         )
     key = archive_key(manifest.batch)
     frame = pl.read_parquet(io.BytesIO(store.get_object(key)))
-    for name in ("reward", "advantage"):
-        if name not in frame.columns:  # archived from the sealed batch alone, after the buffer was lost
-            frame = frame.with_columns(pl.lit(None, dtype=pl.Float64).alias(name))
     names = [
         sample_id(iteration, prompt, index)
         for iteration, prompt, index in frame.select("iteration", "prompt_id", "sample_index").iter_rows()

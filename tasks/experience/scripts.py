@@ -167,7 +167,7 @@ return renewed
 """
 
 # ARGV as RENEW -> how many were handed back. TIME 0 makes the entry idle since 1970: the next TAKE finds it.
-RETURN = f"""
+RETURN = """
 local stream, returned = ARGV[1] == 'work' and work or rollouts, 0
 for i = 3, #ARGV, 2 do
   if held(stream, ARGV[i], ARGV[2], ARGV[i + 1]) then

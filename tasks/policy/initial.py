@@ -8,7 +8,7 @@ from tasks.artifacts.manifest import Manifest
 from tasks.policy import weights
 from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.model import build_random, load_policy
-from tasks.policy.tokenizer import character_tokenizer, load_tokenizer, prompt_ids
+from tasks.policy.tokenizer import EOS, PAD, character_tokenizer, load_tokenizer, prompt_ids
 from tasks.records import CampaignRun
 from tasks.session import run_environment
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def initial_manifest(store: "PolicyStore", run: CampaignRun) -> Manifest:
-    """Store the files of version 0 and describe them; checks that the policy can read the environment's prompts."""
+    """Store the files of version 0 and describe them; the policy must be able to read the prompts."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(run.config.model.folder) if run.config.model.folder else _random_policy(run, Path(name))
         _require_matching_vocabulary(folder, run)
@@ -42,8 +42,8 @@ def _random_policy(run: CampaignRun, folder: Path) -> Path:
         **shape.model_dump(),
         vocab_size=len(tokenizer),
         seed=run.config.seed,
-        eos_token_id=int(tokenizer.eos_token_id),
-        pad_token_id=int(tokenizer.pad_token_id),
+        eos_token_id=tokenizer.get_vocab()[EOS],
+        pad_token_id=tokenizer.get_vocab()[PAD],
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -58,7 +58,7 @@ def _require_matching_vocabulary(folder: Path, run: CampaignRun) -> None:
     tokenizer, size = load_tokenizer(folder), AutoConfig.from_pretrained(folder).get_text_config().vocab_size
     if len(tokenizer) > size:
         raise ValueError(
-            f"the policy's vocab_size must cover its tokenizer, got vocab_size={size} and {len(tokenizer)} tokens in "
-            f"{folder}. Use the tokenizer the policy was trained with."
+            f"the policy's vocab_size must cover its tokenizer, got vocab_size={size} and {len(tokenizer)} "
+            f"tokens in {folder}. Use the tokenizer the policy was trained with."
         )
     prompt_ids(tokenizer, run_environment(run).train_prompt(0).text)

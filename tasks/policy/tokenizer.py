@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
 
 
 def character_tokenizer() -> "PreTrainedTokenizerFast":
-    """One token a character; ``<eos>`` ends an assistant turn. A character outside the vocabulary is an error."""
+    """One token a character; ``<eos>`` ends an assistant turn. Unknown characters are an error."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

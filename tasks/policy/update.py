@@ -1,6 +1,8 @@
-"""One policy update on all ranks: load version v, train on a sealed batch, store the shards of a candidate v + 1.
+"""One policy update on all ranks: load version v, train on a sealed batch, store the shards of a candidate v
++ 1.
 
-Every rank writes what it owns; nothing is gathered. The candidate becomes a version only when it is published.
+Every rank writes what it owns; nothing is gathered. The candidate becomes a version only when it is
+published.
 """
 
 import contextlib
@@ -81,7 +83,7 @@ def train(
     model: PreTrainedModel, optimizer: AdamW, mesh: ParallelMesh, rows: list[dict[str, Any]],
     config: CampaignConfig, *, objective: str,
 ) -> dict[str, float]:  # fmt: skip
-    """One pass over the batch, one optimizer step a mini-batch; metrics are means over trained tokens or steps."""
+    """One optimizer step a mini-batch, once over the batch; metrics are means over tokens or steps."""
     totals: dict[str, float] = {}
     minibatches: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
@@ -117,7 +119,7 @@ def train(
 def make_loss(
     config: CampaignConfig, objective: str, num_global_tokens: int
 ) -> Callable[[Tensor, Tensor, Any], tuple[Tensor, dict[str, Tensor]]]:
-    """The loss function of an objective, for one mini-batch. A new loss is a function in ``tasks/rl`` and a case here."""
+    """The loss of an objective for a mini-batch. A new one is a function in ``tasks/rl`` and a case here."""
     algorithm = config.algorithm
 
     def policy(logprob_BL: Tensor, entropy_BL: Tensor, micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -134,33 +136,41 @@ def make_loss(
 
 
 def learning_rate(config: CampaignConfig, iteration: int) -> float:
-    """Linear decay over the campaign's iterations, from ``learning_rate`` to its final share."""
+    """Constant for the first half of the campaign's iterations, then linear to the final share."""
     last = max(config.schedule.iterations - 1, 1)
-    done = min(iteration / last, 1.0)
-    return config.train.learning_rate * (1 - done * (1 - config.train.final_learning_rate_share))
+    decayed = min(max(2 * iteration / last - 1, 0.0), 1.0)
+    return config.train.learning_rate * (1 - decayed * (1 - config.train.final_learning_rate_share))
 
 
 def read_batch(store: "PolicyStore", batch: TrainBatch) -> list[dict[str, Any]]:
     """The sealed rows, after checking that they are the bytes that were sealed."""
     payload = store.get_object(batch.key)
     if (got := hashlib.sha256(payload).hexdigest()) != batch.sha256:
-        raise RuntimeError(f"batch {batch.key} must have sha256 {batch.sha256}, got {got}. It was changed; restore it.")
+        raise RuntimeError(
+            f"batch {batch.key} must have sha256 {batch.sha256}, got {got}. It was changed; restore it."
+        )
     return from_bytes(payload, schema=TrainFrame).rows(named=True)
 
 
 def store_shards(
-    store: "PolicyStore", model: PreTrainedModel, optimizer: AdamW, mesh: ParallelMesh, parent_files: dict[str, Blob]
+    store: "PolicyStore",
+    model: PreTrainedModel,
+    optimizer: AdamW,
+    mesh: ParallelMesh,
+    parent_files: dict[str, Blob],
 ) -> tuple[dict[str, Blob], str]:
-    """Upload this rank's weights and optimizer state; every rank returns all files and the digest of all weights."""
+    """Upload this rank's weights and optimizer state; returns all ranks' files and the weights' digest."""
     with tempfile.TemporaryDirectory() as name:
         folder, blobs = Path(name), {}
         shards: dict[str, weights.Shard] = {}
         digests: dict[str, str] = {}
         if mesh.replicate_rank == 0:
             digests = weights.digest_tensors(weights.disk_tensors(model))
-            for stem, tensors in (
-                ("model", weights.disk_tensors(model)), ("optimizer", weights.optimizer_tensors(model, optimizer)),
-            ):  # fmt: skip
+            tensors_of = {
+                "model": weights.disk_tensors(model),
+                "optimizer": weights.optimizer_tensors(model, optimizer),
+            }
+            for stem, tensors in tensors_of.items():
                 shards[stem] = weights.write_shard(folder, tensors, mesh.ep_rank, mesh.ep, stem=stem)
                 blobs[shards[stem].file_name] = store.put_file(folder / shards[stem].file_name)
         everyone: list[Any] = [None] * mesh.world_size
@@ -177,11 +187,13 @@ def store_shards(
 def _optimizer(
     model: PreTrainedModel, folder: Path, config: CampaignConfig, batch: TrainBatch, *, resumes: bool
 ) -> AdamW:
-    """The parent's optimizer state if it came from an iteration; a warm start and its successor begin afresh."""
+    """The parent's optimizer state if an iteration made it; a warm start and its successor begin anew."""
     is_supervised = batch.objective == "supervised"
     lr = config.warm_start.learning_rate if is_supervised else learning_rate(config, batch.iteration)
     train = config.train
-    optimizer = make_optimizer(model, lr=lr, betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay)
+    optimizer = make_optimizer(
+        model, lr=lr, betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay
+    )
     if resumes:
         weights.load_optimizer(model, optimizer, folder)
     return optimizer
@@ -189,14 +201,15 @@ def _optimizer(
 
 @contextlib.contextmanager
 def _process_group(config: CampaignConfig) -> Iterator[None]:
-    """Join the other ranks; a collective that waits longer than the configured time names itself and fails."""
+    """Join the other ranks; a collective that waits longer than the configured time fails."""
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(1)
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != config.train.world_size:
         raise RuntimeError(
-            f"topology {config.train.topology} must run {config.train.world_size} ranks, got WORLD_SIZE={world_size}."
+            f"topology {config.train.topology} must run {config.train.world_size} ranks, got "
+            f"WORLD_SIZE={world_size}."
         )
     dist.init_process_group(
         config.train.backend, timeout=timedelta(seconds=config.train.collective_timeout_seconds)
@@ -223,9 +236,8 @@ class _Clock:
 def _say(batch: TrainBatch, metrics: dict[str, float], clock: _Clock, dispatcher: str) -> None:
     text = f"{metrics['steps']:.0f} steps, loss {metrics['policy_loss']:.4f}, "
     if batch.objective == "clipped_policy":
-        text += (
-            f"KL {metrics['kl_k3']:.4f}, entropy {metrics['entropy']:.3f}, clipped {metrics['clip_share']:.1%}, "
-        )
+        text += f"KL {metrics['kl_k3']:.4f}, entropy {metrics['entropy']:.3f}, "
+        text += f"clipped {metrics['clip_share']:.1%}, "
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
     iteration = batch.iteration if batch.iteration >= 0 else None
     say("train", f"{text}seconds: {seconds}; {dispatcher}", iteration=iteration)

@@ -1,4 +1,4 @@
-"""Everything a report says about a lineage, read back from what it published: nothing is kept in memory between tasks."""
+"""What a report says about a lineage, read back from what was published."""
 
 import json
 from dataclasses import dataclass, field
@@ -70,8 +70,8 @@ def collect(store: "PolicyStore", run: CampaignRun) -> CampaignRecord:
 
 
 def campaign_ledger(store: "PolicyStore", run: CampaignRun, manifests: list[Manifest]) -> CampaignLedger:
-    """Law 2, from three independent counts: workers counted what they produced, assembly what it rejected, and the
-    trainer what it trained. Samples of iterations that are not published yet are pending."""
+    """Law 2, from three independent counts: workers counted what they produced, assembly what it rejected,
+    and the trainer what it trained. Samples of iterations that are not published yet are pending."""
     buffer = run_buffer(run)
     entries: dict[int, IterationLedger] = {}
     for manifest in manifests:

@@ -5,7 +5,7 @@ document of its own, so every rule is scoped to ``.report``. All text from a rec
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +15,9 @@ from tasks.reporting import charts
 from tasks.reporting.charts import Line, Point
 from tasks.reporting.collect import CampaignRecord
 from tasks.reporting.operations import generation_section
+from tasks.reporting.rollouts import rollouts_body
 
 if TYPE_CHECKING:
-    import polars as pl
-
     from tasks.artifacts.store import PolicyStore
 
 MAX_CLIP_SHARE = 0.3
@@ -27,8 +26,6 @@ KL_RISE, KL_FLOOR = 2.0, 0.02
 MAX_ROWS = 200
 """Rows of a table, newest first to be kept; ``metrics.jsonl`` holds all."""
 MAX_BARS = 40
-MAX_TEXT = 600
-NUM_GROUPS, NUM_RESPONSES = 2, 6  # at each end of the ranking, distinct ones of each
 
 HEALTH = (
     ("kl_k3", "KL to the sampling policy (k3)", "nats per token, while training"),
@@ -51,7 +48,7 @@ def html_page(record: CampaignRecord, store: "PolicyStore") -> str:
         health_section(record.iterations),
         time_section(record.manifests),
         generation_section(record),
-        stored_rollouts(record, store),
+        rollouts_section(record, store),
         ledger_section(record),
         lineage_section(record.manifests),
     ]
@@ -113,8 +110,8 @@ def problems(record: CampaignRecord) -> list[str]:
     clipped = [share for _, share in _metric(iterations, "clip_share") if share > MAX_CLIP_SHARE]
     if clipped:
         found.append(
-            f"Clip share above {MAX_CLIP_SHARE:g} in {len(clipped)} of {len(iterations)} iterations, "
-            f"up to {max(clipped):.2f}: steps are too large for their batch."
+            f"Clip share above {MAX_CLIP_SHARE:g} in {len(clipped)} of {len(iterations)} iterations, up to "
+            f"{max(clipped):.2f}: steps are too large for their batch."
         )
     if is_rising([kl for _, kl in _metric(iterations, "kl_k3")], factor=KL_RISE, floor=KL_FLOOR):
         found.append(f"KL to the sampling policy is rising: newest third above {KL_RISE:g} times the oldest.")
@@ -205,8 +202,7 @@ def health_section(iterations: list[Manifest]) -> str:
         chart = charts.line_chart([line], title=title, width=330, height=150, limit=limit)
         newest = charts.number(points[-1][1]) if points else ""
         figures.append(
-            f"<figure><figcaption><b>{escape(title)}</b><span>{newest}</span><small>{escape(text)}</small>"
-            f"</figcaption>{chart}</figure>"
+            f"<figure><figcaption><b>{escape(title)}</b><span>{newest}</span><small>{escape(text)}</small></figcaption>{chart}</figure>"
         )
     body = f'<div class="panels">{"".join(figures)}</div>'
     return _section("Health", "By iteration; the number is the newest.", body)
@@ -244,47 +240,10 @@ def time_section(manifests: list[Manifest]) -> str:
     return _section("Where the time went", text, body)
 
 
-def stored_rollouts(record: CampaignRecord, store: "PolicyStore") -> str:
-    """Samples of the newest iteration's sealed batch, spelled by that version's tokenizer."""
+def rollouts_section(record: CampaignRecord, store: "PolicyStore") -> str:
     if not record.iterations:
         return ""
-    newest = record.iterations[-1]
-    payload = store.find_object(newest.batch)
-    if payload is None:  # a lifecycle rule may remove batches; the rest of the report stands
-        return _section("Sample rollouts", f"Batch {escape(newest.batch)} is no longer in the store.", "")
-    from tasks.schema import TrainFrame, from_bytes
-
-    frame = from_bytes(payload, schema=TrainFrame)
-    try:
-        decode, note = _decoder(store, newest.version), ""
-    except (ImportError, OSError, ValueError) as error:  # shown, for a report without it is still a report
-        reason = escape(str(error).splitlines()[0][:200] if str(error) else type(error).__name__)
-        note = f" Token ids are shown, the tokenizer of version {newest.version} did not load: {reason}"
-        decode = _spell_ids
-    return rollouts_section(frame, decode, iteration=newest.iteration - 1, note=note)
-
-
-def rollouts_section(
-    frame: "pl.DataFrame", decode: Callable[[list[int]], str], *, iteration: int, note: str = ""
-) -> str:
-    """Groups of a ``TrainFrame`` where few samples beat their group's mean, and where few fell below it."""
-    groups: dict[str, list[dict]] = {}
-    for row in frame.iter_rows(named=True):
-        groups.setdefault(row["prompt_id"], []).append(row)
-    ranked = sorted(groups.values(), key=lambda rows: (_num_better(rows) / len(rows), rows[0]["prompt_id"]))
-    ends = min(NUM_GROUPS, -(-len(ranked) // 2))
-    hard, easy = ranked[:ends], ranked[max(len(ranked) - ends, ends) :]
-    columns = "".join(
-        f"<div><h3>{title}</h3>{''.join(_group(rows, decode) for rows in chosen)}</div>"
-        for title, chosen in (("Worst: few beat their group", hard), ("Best: few fell behind", easy))
-        if chosen
-    )
-    text = (
-        f"From the sealed batch of iteration {iteration}. A batch keeps advantages, not rewards: the number "
-        "is the reward relative to the prompt's group (above 0 = better than its mean). Groups with equal "
-        f"rewards teach nothing and are not in it.{note}"
-    )
-    return _section("Sample rollouts", text, f'<div class="rollouts">{columns}</div>')
+    return _section("Sample rollouts", *rollouts_body(record.iterations[-1], store))
 
 
 def ledger_section(record: CampaignRecord) -> str:
@@ -335,52 +294,6 @@ def _rate(iterations: Iterable[Manifest], tokens: str, stage: str) -> list[Point
         for m in iterations
         if tokens in m.metrics and m.seconds.get(stage, 0.0) > 0
     ]
-
-
-def _decoder(store: "PolicyStore", version: int) -> Callable[[list[int]], str]:
-    from tasks.policy.tokenizer import load_tokenizer
-    from tasks.session import WEIGHTS
-
-    tokenizer = load_tokenizer(store.pull(version, without=WEIGHTS))
-    return lambda ids: str(tokenizer.decode(ids))
-
-
-def _spell_ids(ids: list[int]) -> str:
-    return " ".join(map(str, ids))
-
-
-def _num_better(rows: list[dict]) -> int:
-    return sum(row["advantage"] > 0 for row in rows)
-
-
-def _group(rows: list[dict], decode: Callable[[list[int]], str]) -> str:
-    """One prompt and its responses, best first; equal responses with equal advantages share a line."""
-    counts: dict[tuple[float, tuple[int, ...]], int] = {}
-    for row in rows:
-        key = (row["advantage"], tuple(row["response_ids"]))
-        counts[key] = counts.get(key, 0) + 1
-    ordered = sorted(counts, key=lambda key: -key[0])
-    half = NUM_RESPONSES // 2
-    shown = ordered if len(ordered) <= NUM_RESPONSES else ordered[:half] + ordered[-half:]
-    lines = "".join(
-        f'<tr><td class="{"up" if advantage > 0 else "down"}">{advantage:+.2f}</td>'
-        f"<td>{f'&times;{counts[advantage, ids]}' if counts[advantage, ids] > 1 else ''}</td>"
-        f"<td><code>{_text(decode(list(ids)))}</code></td></tr>"
-        for advantage, ids in shown
-    )
-    hidden = f", {len(ordered) - len(shown)} responses between not shown" if len(shown) < len(ordered) else ""
-    versions = sorted({row["policy_version"] for row in rows})
-    label = f"sampled by version {', '.join(map(str, versions))}"
-    return (
-        f'<article><p class="prompt"><code>{_text(decode(rows[0]["prompt_ids"]))}</code></p><p class="facts">'
-        f"{label}; {_num_better(rows)} of {len(rows)} above the mean{hidden}</p>"
-        f"<table>{lines}</table></article>"
-    )
-
-
-def _text(text: str) -> str:
-    more = f" [{len(text) - MAX_TEXT} characters more]" if len(text) > MAX_TEXT else ""
-    return escape(text[:MAX_TEXT]) + more
 
 
 def _code(text: str, *, shown: str = "") -> str:

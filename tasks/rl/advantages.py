@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 STD_EPS = 1e-6
-"""Added to the standard deviation, as verl does; with ``ddof = 1`` as in the GRPO reference implementations."""
+"""Added to the standard deviation (ddof 1), as verl does."""
 
 
 def group_advantages(reward_NG: Tensor, *, normalize_by_std: bool) -> Tensor:
     """Centre rewards within each group; divide by the group's standard deviation (ddof 1) if asked.
 
-    GRPO, arXiv 2402.03300 eq. for outcome supervision; without the division Dr. GRPO, arXiv 2503.20783 section 3.1.
+    GRPO, arXiv 2402.03300 eq. for outcome supervision; without the division Dr. GRPO, arXiv 2503.20783
+    section 3.1.
 
     Args:
         reward_NG: float rewards, one row a prompt; every group is complete and has at least two samples.
@@ -24,8 +25,8 @@ def group_advantages(reward_NG: Tensor, *, normalize_by_std: bool) -> Tensor:
     """
     if reward_NG.ndim != 2 or reward_NG.shape[1] < 2:
         raise ValueError(
-            f"reward_NG must be [groups, samples >= 2], got shape {tuple(reward_NG.shape)}. "
-            "The mean of a group of one is its own reward, so its advantage carries no information."
+            f"reward_NG must be [groups, samples >= 2], got shape {tuple(reward_NG.shape)}. The mean of a "
+            "group of one is its own reward, so its advantage carries no information."
         )
     centred_NG = reward_NG - reward_NG.mean(dim=1, keepdim=True)
     if not normalize_by_std:
@@ -39,7 +40,7 @@ def has_signal(reward_NG: Tensor) -> Tensor:
 
 
 def control_rewards(reward_NG: Tensor, *, control: str, seed: int) -> Tensor:
-    """Rewards of a control experiment: ``none`` as they are, ``flipped`` 1 - r, ``shuffled`` over the whole batch."""
+    """Rewards of a control experiment: ``flipped`` is 1 - r, ``shuffled`` permutes the whole batch."""
     if control == "none":
         return reward_NG
     if control == "flipped":

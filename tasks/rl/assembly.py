@@ -1,4 +1,4 @@
-"""Scored samples to train rows: admission, advantages, mini-batches. Pure: a frame in, a frame and counts out."""
+"""Scored samples to train rows: admission, advantages, mini-batches. Pure."""
 
 import polars as pl
 import torch
@@ -15,8 +15,8 @@ def assemble_frame(
 ) -> tuple[pl.DataFrame, dict[str, int], dict[str, float]]:
     """Train rows of one iteration, rejected samples by reason, and metrics of the batch.
 
-    Every row of ``frame`` (a ``ScoredFrame``) is either in the result or counted under one reason. The result does not
-    depend on the order of ``frame``.
+    Every row of ``frame`` (a ``ScoredFrame``) is either in the result or counted under one reason. The result
+    does not depend on the order of ``frame``.
     """
     frame = frame.sort(SAMPLE).with_columns(reason=_rejection(config, policy_version))
     if quota := config.rollout.quota_groups:
@@ -86,7 +86,8 @@ def sample_fates(
 
 
 def _with_advantages(frame: pl.DataFrame, *, normalize_by_std: bool) -> tuple[pl.DataFrame, dict[str, int]]:
-    """Rows of groups that teach something, with their advantages; groups of one or of equal rewards are counted."""
+    """Rows of groups that teach something, with their advantages; groups of one or of equal rewards are
+    counted."""
     frame = frame.with_columns(size=pl.len().over("prompt_id"))
     parts, rejected = [], {}
     for (size,), part in frame.group_by("size", maintain_order=True):

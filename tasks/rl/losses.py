@@ -1,9 +1,9 @@
 """Token losses, summed here and divided by a *global* count.
 
-Shape key: B rows, L positions (any shape works as long as all tensors share it).
-Pure: tensors in, tensors out, no process group, no config object. Dividing by ``num_global_tokens`` (not by this
-rank's count) makes the gradient the same for every split of a batch over ranks and micro-batches. Metrics are sums
-over masked positions; the caller adds them over micro-batches and ranks and divides once.
+Shape key: B rows, L positions (any shape works as long as all tensors share it). Pure: tensors in, tensors
+out, no process group, no config object. Dividing by ``num_global_tokens`` (not by this rank's count) makes
+the gradient the same for every split of a batch over ranks and micro-batches. Metrics are sums over masked
+positions; the caller adds them over micro-batches and ranks and divides once.
 """
 
 import torch

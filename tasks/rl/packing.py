@@ -23,8 +23,9 @@ def micro_batches(rows: Sequence[dict[str, Any]], *, max_tokens: int) -> list[di
     Each row holds ``prompt_ids``, ``response_ids``, ``behavior_logprob``, ``loss_mask`` and ``advantage``.
 
     Returns:
-        dicts of [B, L] tensors: ``input_ids``, ``attention_mask`` (1 on tokens), ``mask`` (True on trained tokens),
-        ``behavior_logprob`` and ``advantage`` (0 outside the response). Position t of every tensor speaks of token t.
+        dicts of [B, L] tensors: ``input_ids``, ``attention_mask`` (1 on tokens), ``mask`` (True on trained
+        tokens), ``behavior_logprob`` and ``advantage`` (0 outside the response). Position t of every tensor
+        speaks of token t.
     """
     batches: list[list[dict[str, Any]]] = []
     for row in sorted(rows, key=_length, reverse=True):

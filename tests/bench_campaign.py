@@ -1,0 +1,89 @@
+"""Where a campaign's seconds and bytes go: ``python tests/bench_campaign.py [runs] [config]``. Not a test.
+
+Runs the main command in a fresh store each time and prints medians over the runs: wall and CPU seconds, peak
+memory of the whole process tree with its servers (proportional set size, so that shared pages count once),
+seconds by stage.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import yaml
+from campaigns import ROOT, Finished, start
+
+STAGES = ("start_up", "load_engine", "generate", "score", "assemble", "load", "train", "upload", "publish")
+
+
+def process_tree(root: int, store: Path) -> list[Path]:
+    """Processes of the run's session, and servers that name its store."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            is_ours = (
+                os.getsid(int(entry.name)) == root or str(store).encode() in (entry / "cmdline").read_bytes()
+            )
+        except OSError:
+            continue
+        if is_ours:
+            found.append(entry)
+    return found
+
+
+def proportional_bytes(process: Path) -> int:
+    try:
+        text = (process / "smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:")), 0)
+
+
+def measure(config: dict) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        before, begin, peak = os.times(), time.monotonic(), 0
+        process = start(folder, config)
+        while process.poll() is None:
+            peak = max(peak, sum(map(proportional_bytes, process_tree(process.pid, folder / "store"))))
+            time.sleep(0.5)
+        wall, after = time.monotonic() - begin, os.times()
+        if process.returncode:
+            raise SystemExit((folder / "log").read_text()[-3000:])
+        lines = Finished("", folder / "store").metrics()
+        evaluations = [line["evaluation"]["exact_sampled"] for line in lines if "evaluation" in line]
+        stages = {stage: sum(line["seconds"].get(stage, 0.0) for line in lines) for stage in STAGES}
+        cpu = after.children_user + after.children_system - before.children_user - before.children_system
+        return {
+            "wall s": wall,
+            "CPU s": cpu,
+            "peak GiB": peak / 2**30,
+            "exact before": evaluations[0],
+            "exact after": evaluations[-1],
+            **stages,
+        }
+
+
+def main() -> None:
+    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    path = Path(sys.argv[2]) if len(sys.argv) > 2 else ROOT / "configs/campaigns/laptop.yaml"
+    config = yaml.safe_load(path.read_text())
+    results = [measure(config | {"seed": seed}) for seed in range(runs)]
+    print(
+        f"{path.name}, {runs} runs (seeds 0..{runs - 1}), {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}"
+    )
+    print(f"{'':14}{'median':>10}{'min':>10}{'max':>10}{'share':>8}")
+    total = statistics.median(result["wall s"] for result in results)
+    for name in results[0]:
+        values = [result[name] for result in results]
+        middle = statistics.median(values)
+        share = f"{middle / total:8.1%}" if name in STAGES else ""
+        print(f"{name:14}{middle:10.3f}{min(values):10.3f}{max(values):10.3f}{share}")
+
+
+if __name__ == "__main__":
+    main()

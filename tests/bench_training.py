@@ -1,0 +1,132 @@
+"""One training step of a Qwen3-30B-A3B-shaped policy cut to a few layers, by experts path. Not a test.
+
+    python tests/bench_training.py                           # one GPU: transformers' own paths, ours
+    torchrun --nproc-per-node 2 tests/bench_training.py      # expert parallelism over all ranks
+
+Prints per path: milliseconds a step (median), tokens/s a GPU, model FLOP/s utilisation against 989 TFLOP/s (the
+card's bf16 rate), peak memory. Each rank trains its own 8 x 2,048 tokens; parameters bf16, fused AdamW, log-probs
+of the 151,936-token vocabulary in chunks, so that the layers are what is compared. Also checks that the paths agree.
+"""
+
+import os
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
+from tasks.policy.experts import attach_dispatcher
+from tasks.policy.mesh import make_mesh, reduce_gradients
+
+PEAK_FLOPS = 989e12
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
+SHAPE = dict(hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+             num_experts_per_tok=8, moe_intermediate_size=768, intermediate_size=6144, vocab_size=151_936)  # fmt: skip
+SMALL = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8,
+             num_experts_per_tok=2, moe_intermediate_size=32, intermediate_size=64, vocab_size=512)  # fmt: skip
+LAYERS, ROWS, LENGTH = (4, 8, 2048) if CUDA else (2, 2, 64)
+
+
+def build(path: str, mesh) -> Qwen3MoeForCausalLM:
+    """The same random policy for every path; experts are sharded if there are several ranks."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **(SHAPE if CUDA else SMALL), num_hidden_layers=LAYERS, norm_topk_prob=True, tie_word_embeddings=False,
+        attn_implementation="sdpa", experts_implementation=path if path in ("eager", "grouped_mm") else None,
+    )  # fmt: skip
+    with DEVICE:
+        model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16 if CUDA else torch.float32)
+    if path not in ("eager", "grouped_mm"):
+        attach_dispatcher(model, LocalDispatcher() if path == "local" else make_dispatcher(path, mesh.ep_group))
+    return model.train()
+
+
+def chunk_loss(hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor) -> Tensor:
+    logits_TV = (hidden_TD @ weight_VD.T).float()
+    return torch.nn.functional.cross_entropy(logits_TV, ids_T, reduction="sum")
+
+
+def loss_of(model: Qwen3MoeForCausalLM, ids_BL: Tensor) -> Tensor:
+    hidden_BLD = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state[:, :-1]
+    hidden_TD, target_T = hidden_BLD.flatten(0, 1), ids_BL[:, 1:].flatten()
+    chunks = zip(hidden_TD.split(2048), target_T.split(2048), strict=True)
+    parts = [checkpoint(chunk_loss, h, model.lm_head.weight, t, use_reentrant=False) for h, t in chunks]
+    return torch.stack(parts).sum() / target_T.numel()
+
+
+def synchronize() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def measure(path: str, mesh, steps: int) -> tuple[dict[str, float], float, Tensor]:
+    model = build(path, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=CUDA)
+    generator = torch.Generator().manual_seed(dist.get_rank() if mesh.world else 0)
+    ids_BL = torch.randint(0, model.config.vocab_size, (ROWS, LENGTH), generator=generator).to(DEVICE)
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    seconds, first_loss, probe = [], 0.0, torch.empty(0)
+    for step in range(steps):
+        synchronize()
+        begin = time.perf_counter()
+        loss = loss_of(model, ids_BL)
+        loss.backward()
+        reduce_gradients(model, mesh)
+        if step == 0:
+            first_loss = loss.item()
+            probe = model.model.layers[0].mlp.gate.weight.grad.float().clone()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        synchronize()
+        seconds.append(time.perf_counter() - begin)
+    middle = statistics.median(seconds[len(seconds) // 3 :])
+    tokens = ROWS * LENGTH
+    return {
+        "ms": middle * 1e3, "tokens/s": tokens / middle, "MFU %": 100 * flops(model, tokens) / middle / PEAK_FLOPS,
+        "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0,
+    }, first_loss, probe  # fmt: skip
+
+
+def flops(model: Qwen3MoeForCausalLM, tokens: int) -> float:
+    """Forward and backward products of the active parameters and of causal attention; no recomputation."""
+    c = model.config
+    attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
+    experts = 3 * c.hidden_size * c.moe_intermediate_size * c.num_experts_per_tok
+    active = c.num_hidden_layers * (attention + experts) + c.vocab_size * c.hidden_size
+    scores = c.num_hidden_layers * c.num_attention_heads * c.head_dim * LENGTH  # 2 products, half of them masked
+    return 6 * tokens * (active + scores)
+
+
+def main() -> None:
+    world_size, steps = int(os.environ.get("WORLD_SIZE", 1)), int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    if world_size > 1:
+        if CUDA:
+            torch.cuda.set_device(DEVICE)
+        dist.init_process_group("nccl" if CUDA else "gloo", device_id=DEVICE if CUDA else None)
+    mesh = make_mesh(world_size, world_size)
+    paths = ["all_to_all"] if world_size > 1 else ["grouped_mm", "local", "eager"]
+    baseline = None
+    for path in paths:
+        result, loss, probe = measure(path, mesh, steps if path != "eager" else max(steps // 3, 2))
+        if not mesh.world or dist.get_rank() == 0:
+            figures = "  ".join(f"{name} {value:,.1f}" for name, value in result.items())
+            line = f"{path:12} x{world_size}  {figures}  loss {loss:.4f}"
+            if baseline is not None:
+                line += f"  router gradient off by {((probe - baseline).norm() / baseline.norm()).item():.1e}"
+            print(line, flush=True)
+        baseline = probe if baseline is None else baseline
+        if CUDA:
+            torch.cuda.empty_cache()
+    if mesh.world:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Where a campaign goes on: the versions that sample next, and what an earlier configuration left behind."""
+
+import pytest
+
+from tasks.artifacts.manifest import Manifest
+from tasks.artifacts.store import open_store
+from tasks.checkpoint import open_campaign, resume
+from tasks.config import CampaignConfig, with_overrides
+from tasks.experience.records import Group, WorkItem
+from tasks.records import CampaignRun
+from tasks.reporting.collect import campaign_ledger
+from tasks.session import run_buffer, run_store
+
+KINDS = ["init", "warm_start", "iteration", "iteration", "iteration"]
+
+
+@pytest.fixture
+def run(store_folder, valkey_url, campaign):
+    config = CampaignConfig.model_validate(
+        {
+            "name": campaign,
+            "checkpoint": {"store": str(store_folder)},
+            "buffer": {"url": valkey_url},
+        }
+    )
+    return CampaignRun(config=config, lineage=1, code_revision="r")
+
+
+def publish(run, count):
+    """The first ``count`` versions of a warm-started campaign."""
+    store = run_store(run)
+    store.put_object(f"config/{run.config.digest()}.json", run.config.model_dump_json().encode())
+    for version, kind in enumerate(KINDS[:count]):
+        store.commit(
+            Manifest(
+                campaign=run.campaign,
+                version=version,
+                parent=version - 1 if version else None,
+                kind=kind,
+                iteration=max(0, version - 1),
+                files={},
+                tensor_digest=f"d{version}",
+                config_digest=run.config.digest(),
+                code_revision="r",
+            )
+        )
+
+
+def staleness(run, s):
+    return run.model_copy(update={"config": with_overrides(run.config, schedule__max_staleness=s)})
+
+
+def resumed(run):
+    state = resume.task_function(run)
+    return [v.version for v in state.versions], state.iterations_done
+
+
+def test_a_new_campaign_has_no_versions(run):
+    assert resumed(run) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "s", "versions", "done"),
+    [
+        (1, 0, [0], 0), (2, 0, [1], 0), (4, 0, [3], 2),
+        (2, 1, [1], 0),  # version 0 was never to sample: the warm start replaced it
+        (3, 1, [1, 2], 1), (5, 1, [3, 4], 3), (4, 3, [1, 2, 3], 2),
+    ],
+)  # fmt: skip
+def test_a_resumed_campaign_samples_with_the_versions_an_undisturbed_one_would(run, count, s, versions, done):
+    run = staleness(run, s)
+    publish(run, count)
+    assert resumed(run) == (versions, done)
+
+
+def test_pending_samples_of_an_earlier_configuration_are_rejected_by_name(run):
+    publish(run, 3)
+    put_and_publish(run, iteration=1, samples=6)
+    changed = run.model_copy(update={"config": with_overrides(run.config, train__learning_rate=0.5)})
+    run_store(run).put_object(
+        f"config/{changed.config.digest()}.json", changed.config.model_dump_json().encode()
+    )
+    resumed(changed)
+    ledger = campaign_ledger(run_store(changed), changed, []).require_balanced()
+    assert ledger.totals().rejected == {"configuration_changed": 6} and ledger.totals().pending == 0
+    assert run_buffer(run).progress(1).groups_published == 1
+    assert run_buffer(run).take_rollouts("anyone", iteration=1, max_groups=9) == []  # freed
+
+
+def test_samples_of_an_unpublished_iteration_are_pending(run):
+    publish(run, 2)
+    put_and_publish(run, iteration=0, samples=4)
+    resumed(run)
+    (entry,) = campaign_ledger(run_store(run), run, []).require_balanced().iterations
+    assert (entry.iteration, entry.produced, entry.pending) == (0, 4, 4)
+
+
+def put_and_publish(run, *, iteration, samples):
+    buffer = run_buffer(run)
+    item = WorkItem(
+        iteration=iteration, portion=0, policy_version=1, num_groups=1, num_samples=samples, payload=b"x"
+    )
+    buffer.put_work([item])
+    (lease,) = buffer.lease("w", iteration=iteration, policy_version=1)
+    buffer.publish(lease, [Group(group_id="g", num_samples=samples, payload=b"y")])
+    buffer.settle(lease)
+
+
+def test_fresh_opens_the_next_lineage_and_without_it_the_newest(run):
+    arguments = {"name": None, "iterations": None, "learning_rate": None, "store": None}
+    lineages = [
+        open_campaign.task_function(run.config, **arguments, fresh=fresh).lineage
+        for fresh in (False, False, True, False)
+    ]
+    assert lineages == [1, 1, 2, 2]
+
+
+def test_the_effective_configuration_is_stored_by_digest(run, store_folder):
+    opened = open_campaign.task_function(
+        run.config, name=None, iterations=7, learning_rate=None, store=None, fresh=False
+    )
+    stored = open_store(str(store_folder), opened.campaign).get_object(
+        f"config/{opened.config.digest()}.json"
+    )
+    assert CampaignConfig.model_validate_json(stored).schedule.iterations == 7
