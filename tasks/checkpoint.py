@@ -104,6 +104,7 @@ def hand_on(
 @task(**placement.CPU.task_arguments())
 def initialize(run: CampaignRun) -> PolicyVersion:
     """Version 0: a Hugging Face folder adopted as it is, or a random policy."""
+    say("init", f"version 0 from {run.config.model.folder or 'a random policy'}")
     from tasks.policy.initial import initial_manifest
 
     store = run_store(run)

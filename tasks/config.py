@@ -229,7 +229,7 @@ class CampaignConfig(Section):
     """One campaign: the value of ``--config``, of a launch plan's fixed input and of a schedule."""
 
     name: str = Field(default="laptop", pattern=r"^[a-z0-9][a-z0-9-]{2,62}$")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     warm_start: WarmStartConfig = WarmStartConfig()

@@ -33,6 +33,14 @@ def store_folder(config: CampaignConfig) -> Path:
     return Path(config.checkpoint.store).expanduser().resolve()
 
 
+def require_existing(store: str) -> None:
+    """End a command that only reads when its store's folder is not there: opening it would create it."""
+    if not store.startswith("s3://") and not Path(store).expanduser().is_dir():
+        raise SystemExit(
+            f"--store must be s3://bucket/prefix or an existing folder, got {store}. Check the spelling."
+        )
+
+
 def open_store(config: CampaignConfig, campaign: str) -> "PolicyStore":
     """The artefact store under a campaign's prefix."""
     from tasks.artifacts import store

@@ -22,12 +22,12 @@ class TrainConfig(Section):
     """Of activations and the weights they meet; master weights, gradients and their sums are float32."""
     dispatcher: Literal["local", "all_to_all"] = "all_to_all"
     backend: Literal["gloo", "nccl"] = "gloo"
-    learning_rate: float = Field(default=2e-3, gt=0)
+    learning_rate: float = Field(default=2e-3, gt=0, le=1)
     final_learning_rate_share: float = Field(default=0.1, gt=0, le=1)
     """The rate is constant for the first half of a campaign, then decays linearly to this share."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-5, gt=0)
+    eps: float = Field(default=1e-5, gt=0, le=1)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     micro_batch_tokens: int = Field(default=16384, ge=1)

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from tasks.artifacts.errors import StoreError
 from tasks.artifacts.store import PolicyStore, open_store
 from tasks.experience.archive import archive_key
 from tasks.experience.ledger import sample_id
+from tasks.session import require_existing
 
 if TYPE_CHECKING:
     from tasks.artifacts.manifest import Manifest
@@ -48,9 +50,6 @@ def made_of(store: PolicyStore, version: int) -> Made:
         )
     key = archive_key(manifest.batch)
     frame = pl.read_parquet(io.BytesIO(store.get_object(key)))
-    for name in ("reward", "advantage"):
-        if name not in frame.columns:  # archived from the sealed batch alone, after the buffer was lost
-            frame = frame.with_columns(pl.lit(None, dtype=pl.Float64).alias(name))
     names = [
         sample_id(iteration, prompt, index)
         for iteration, prompt, index in frame.select("iteration", "prompt_id", "sample_index").iter_rows()
@@ -114,8 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--json", action="store_true", help="every produced sample as a JSON line, with tokens"
     )
     options = parser.parse_args(arguments)
-    campaign = newest_lineage(options.store, options.campaign, endpoint_url=options.endpoint_url)
-    made = made_of(open_store(options.store, campaign, endpoint_url=options.endpoint_url), options.version)
+    require_existing(options.store)
+    try:
+        campaign = newest_lineage(options.store, options.campaign, endpoint_url=options.endpoint_url)
+        store = open_store(options.store, campaign, endpoint_url=options.endpoint_url)
+        made = made_of(store, options.version)
+    except (ValueError, LookupError, StoreError) as error:
+        raise SystemExit(str(error)) from None
     sys.stdout.write(
         made.samples.write_ndjson() if options.json else text_of(made, limit=options.limit) + "\n"
     )

@@ -18,7 +18,7 @@ from tasks.config import CampaignConfig, with_overrides
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.records import Progress
 from tasks.records import CampaignRun, TrainBatch
-from tasks.session import CURRENT_RUN, open_store, run_buffer, run_store
+from tasks.session import CURRENT_RUN, open_store, require_existing, run_buffer, run_store
 
 CLEAR = "\x1b[2J\x1b[H"
 
@@ -177,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--metrics-port", type=int, default=0, help="serve Prometheus metrics there; 0 = do not"
     )
     options = parser.parse_args(arguments)
+    require_existing(options.store)
     where = with_overrides(
         CampaignConfig(name=options.campaign),
         checkpoint__store=options.store,

@@ -37,6 +37,8 @@ def initial_manifest(store: "PolicyStore", run: CampaignRun) -> Manifest:
 
 
 def _random_policy(run: CampaignRun, folder: Path) -> Path:
+    from transformers.utils import logging
+
     shape, tokenizer = run.config.model.random, character_tokenizer()
     model = build_random(
         **shape.model_dump(),
@@ -45,6 +47,7 @@ def _random_policy(run: CampaignRun, folder: Path) -> Path:
         eos_token_id=tokenizer.get_vocab()[EOS],
         pad_token_id=tokenizer.get_vocab()[PAD],
     )
+    logging.disable_progress_bar()  # it would break up the lines that say where the campaign is
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
