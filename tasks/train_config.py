@@ -36,6 +36,14 @@ class TrainConfig(Section):
     packing: Literal["padded", "packed"] = "padded"
     """``packed`` lays the samples of a micro-batch one after another in one row, without padding; attention
     stays inside a sample."""
+    logprob_kernel: Literal["torch", "fused"] = "torch"
+    """``fused`` computes log-probabilities and entropies without all logits; CUDA only, like the next two."""
+    logprob_keep_gb: float = Field(default=0.0, ge=0)
+    """Logits that ``fused`` keeps from forward to backward instead of computing them again there."""
+    expert_kernel: Literal["torch", "fused"] = "torch"
+    """``fused`` permutes rows and applies SwiGLU and routing weights in one pass each."""
+    norm_kernel: Literal["torch", "fused"] = "torch"
+    """``fused`` runs each root-mean-square norm in one pass."""
     activation_checkpointing: bool = False
     """Compute a layer's parts again in the backward pass instead of keeping their activations; never repeats
     an exchange between ranks."""
@@ -58,6 +66,11 @@ class TrainConfig(Section):
     def world_size(self) -> int:
         nodes, ranks = TOPOLOGIES[self.topology]
         return nodes * ranks
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What computes each part of a step that has a fused kernel."""
+        return {"logprob": self.logprob_kernel, "experts": self.expert_kernel, "norms": self.norm_kernel}
 
     @model_validator(mode="after")
     def _ranks_make_a_grid(self) -> Self:
@@ -87,5 +100,21 @@ class TrainConfig(Section):
             raise ValueError(
                 f"dispatcher 'local' goes with ep=1 and only with it, got dispatcher={self.dispatcher!r}, "
                 f"ep={self.ep}. Set dispatcher to {'local' if self.ep == 1 else 'all_to_all'}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fused_kernels_can_run(self) -> Self:
+        if self.backend != "nccl" and "fused" in self.kernels.values():
+            raise ValueError(
+                f"fused kernels need CUDA and so backend 'nccl', got backend={self.backend!r}, "
+                f"{self.kernels}. Set the kernels to 'torch' or the backend to 'nccl'."
+            )
+        # either makes fully_shard hold the parameters, and the head's own are whole only while it runs
+        if self.logprob_kernel == "fused" and (self.fsdp > 1 or self.compute_dtype != "float32"):
+            raise ValueError(
+                "logprob_kernel 'fused' reads the head's weights, so it needs fsdp=1 and compute_dtype "
+                f"'float32', got fsdp={self.fsdp}, compute_dtype={self.compute_dtype!r}. "
+                "Set logprob_kernel to 'torch'."
             )
         return self

@@ -5,8 +5,8 @@
 
 Prints per path: milliseconds a step (median), tokens/s a GPU, model FLOP/s utilisation against 989 TFLOP/s
 (the card's bf16 rate), peak memory. Each rank trains its own 8 x 2,048 tokens; parameters bf16, fused AdamW,
-log-probs of the 151,936-token vocabulary in chunks, so that the layers are what is compared. Also checks that
-the paths agree.
+log-probs of the 151,936-token vocabulary in recomputed chunks. What follows a + is done by fused kernels
+("all": log-probs, experts and norms; "keep": logits kept for backward). Also checks that the paths agree.
 """
 
 import os
@@ -16,6 +16,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from moe_kernels.logprob import selective_logprob_entropy
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -23,8 +24,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.mesh import make_mesh, reduce_gradients
+from tasks.policy.norms import use_fused_norms
 
 PEAK_FLOPS = 989e12
+FUSED = ["local+logprob", "local+logprob+experts", "local+all", "local+all+keep"]
+EXCHANGES = ["all_to_all", "all_to_all+all", "all_to_all+all+keep"]
+KEEP_BYTES = 5 * 2**30
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
 SHAPE = {
@@ -50,9 +55,13 @@ def build(path: str, mesh) -> Qwen3MoeForCausalLM:
     with DEVICE:
         model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16 if CUDA else torch.float32)
     if path not in ("eager", "grouped_mm"):
+        name, _, fused = path.partition("+")
+        dispatcher = LocalDispatcher() if name == "local" else make_dispatcher(name, mesh.ep_group)
         attach_dispatcher(
-            model, LocalDispatcher() if path == "local" else make_dispatcher(path, mesh.ep_group)
+            model, dispatcher, kernel="fused" if "experts" in fused or "all" in fused else "torch"
         )
+        if "all" in fused:
+            use_fused_norms(model)
     return model.train()
 
 
@@ -61,9 +70,18 @@ def chunk_loss(hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits_TV, ids_T, reduction="sum")
 
 
-def loss_of(model: Qwen3MoeForCausalLM, ids_BL: Tensor) -> Tensor:
+def loss_of(model: Qwen3MoeForCausalLM, ids_BL: Tensor, path: str) -> Tensor:
     hidden_BLD = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state[:, :-1]
     hidden_TD, target_T = hidden_BLD.flatten(0, 1), ids_BL[:, 1:].flatten()
+    if "+" in path:
+        logprob_T, _ = selective_logprob_entropy(
+            hidden_TD,
+            model.lm_head.weight,
+            target_T,
+            temperature=1.0,
+            keep_bytes=KEEP_BYTES * path.endswith("keep"),
+        )
+        return -logprob_T.mean()
     chunks = zip(hidden_TD.split(2048), target_T.split(2048), strict=True)
     parts = [checkpoint(chunk_loss, h, model.lm_head.weight, t, use_reentrant=False) for h, t in chunks]
     return torch.stack(parts).sum() / target_T.numel()
@@ -85,7 +103,7 @@ def measure(path: str, mesh, steps: int) -> tuple[dict[str, float], float, Tenso
     for step in range(steps):
         synchronize()
         begin = time.perf_counter()
-        loss = loss_of(model, ids_BL)
+        loss = loss_of(model, ids_BL, path)
         loss.backward()
         reduce_gradients(model, mesh)
         if step == 0:
@@ -121,13 +139,13 @@ def main() -> None:
             torch.cuda.set_device(DEVICE)
         dist.init_process_group("nccl" if CUDA else "gloo", device_id=DEVICE if CUDA else None)
     mesh = make_mesh(world_size, world_size)
-    paths = ["all_to_all"] if world_size > 1 else ["grouped_mm", "local", "eager"]
+    paths = EXCHANGES if world_size > 1 else ["grouped_mm", "local", *FUSED, "eager"]
     baseline = None
     for path in paths:
         result, loss, probe = measure(path, mesh, steps if path != "eager" else max(steps // 3, 2))
         if not mesh.world or dist.get_rank() == 0:
             figures = "  ".join(f"{name} {value:,.1f}" for name, value in result.items())
-            line = f"{path:12} x{world_size}  {figures}  loss {loss:.4f}"
+            line = f"{path:21} x{world_size}  {figures}  loss {loss:.4f}"
             if baseline is not None:
                 line += f"  router gradient off by {((probe - baseline).norm() / baseline.norm()).item():.1e}"
             print(line, flush=True)

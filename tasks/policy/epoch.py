@@ -78,6 +78,7 @@ def _step(
     plan = plan_micro_batches(share, max_tokens=settings.micro_batch_tokens, packing=settings.packing)
     num_global_tokens = num_trained_tokens(members)
     trainee.progress.at("mini-batch", number)
+    batches = [collate(batch, packing=settings.packing) for batch in plan]
 
     def keep(at_fault: list[int]) -> None:
         trainee.nonfinite.keep([row for index in at_fault for row in plan[index]], minibatch=number)
@@ -86,11 +87,13 @@ def _step(
         trainee.model,
         trainee.optimizer,
         mesh,
-        [collate(batch, packing=settings.packing) for batch in plan],
+        [{k: v.to(trainee.model.device) for k, v in batch.items()} for batch in batches],
         make_loss(config, objective, num_global_tokens),
         num_global_tokens=num_global_tokens,
         max_grad_norm=settings.max_grad_norm,
         temperature=config.rollout.temperature if objective == "clipped_policy" else 1.0,
+        logprob_kernel=settings.logprob_kernel,
+        logprob_keep_gb=settings.logprob_keep_gb,
         balance=trainee.balance,
         progress=trainee.progress,
         on_nonfinite=keep,

@@ -5,7 +5,7 @@ in ``ALL_EXPERTS_FUNCTIONS``. ``attach_dispatcher`` slices those parameters to t
 and selects the function registered here; the routers stay as they are and speak of global expert numbers.
 
 Shape key: R rows received, K selections a row, D features, P (row, expert) pairs sorted by expert, e experts
-of this rank, I and O the inputs and outputs of a projection, H the width inside an expert.
+of this rank, I and O the inputs and outputs of a projection, H the width inside an expert, J = 2 H.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from moe_kernels.rows import moe_permute, moe_unpermute, permute_weights
+from moe_kernels.swiglu import swiglu_weighted
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tasks.policy.dispatch import Dispatcher, experts_per_rank
@@ -37,10 +40,13 @@ class ExpertShard:
     num_experts: int
 
 
-def attach_dispatcher(model: PreTrainedModel, dispatcher: Dispatcher) -> None:
+def attach_dispatcher(
+    model: PreTrainedModel, dispatcher: Dispatcher, *, kernel: Literal["torch", "fused"] = "torch"
+) -> None:
     """Keep this rank's experts only, and let every experts module exchange tokens through ``dispatcher``.
 
     Call once, on a model that holds every expert (or on the meta device), before making the optimizer.
+    ``kernel`` says what computes the experts; fused kernels know SwiGLU without biases and nothing else.
     """
     modules = dict(experts_modules(model))
     if not modules:
@@ -53,6 +59,11 @@ def attach_dispatcher(model: PreTrainedModel, dispatcher: Dispatcher) -> None:
             raise ValueError(
                 f"{name} must hold every expert, got a module with a dispatcher attached already."
             )
+        if kernel == "fused" and not _is_plain_swiglu(module):
+            raise ValueError(
+                f"expert kernel 'fused' must meet SwiGLU experts without biases, got {name} "
+                f"({type(module).__name__}). Set expert_kernel to 'torch'."
+            )
         num_experts = next(module.parameters(recurse=False)).shape[0]
         count = experts_per_rank(num_experts, dispatcher.num_ranks)
         shard = ExpertShard(start=dispatcher.rank * count, count=count, num_experts=num_experts)
@@ -63,7 +74,7 @@ def attach_dispatcher(model: PreTrainedModel, dispatcher: Dispatcher) -> None:
             setattr(module, leaf, nn.Parameter(local, requires_grad=param.requires_grad))
         module.expert_shard = shard
         module.dispatcher = dispatcher
-        module.compute_rows = partial(weighted_rows, module)
+        module.compute_rows = partial(fused_weighted_rows if kernel == "fused" else weighted_rows, module)
         module.expert_load_e = torch.zeros(count, dtype=torch.int64)
     model.set_experts_implementation(IMPLEMENTATION)
 
@@ -156,10 +167,38 @@ def weighted_rows(
     return sum_rows(y_PD, placement).to(x_RD.dtype)
 
 
-def _grouped_linear(experts: Any, leaf: str, x_PI: Tensor, end_e: Tensor, expert_P: Tensor) -> Tensor:
+def fused_weighted_rows(
+    experts: Any,
+    x_RD: Tensor,
+    weight_RK: Tensor,
+    placement: Placement,
+    cell_P: Tensor,
+    expert_P: Tensor,
+    end_e: Tensor,
+) -> Tensor:
+    """``weighted_rows`` for SwiGLU without biases, with the weight applied before the down projection."""
+    x_PD = moe_permute(x_RD, placement.slot_TK, cell_P.numel())
+    weight_P = permute_weights(weight_RK, cell_P, placement.slot_TK)
+    gate_up_PJ = _grouped_product(experts, "gate_up_proj", x_PD, end_e)
+    y_PD = _grouped_product(experts, "down_proj", swiglu_weighted(gate_up_PJ, weight_P, end_e[-1]), end_e)
+    return moe_unpermute(y_PD, placement.slot_TK).to(x_RD.dtype)
+
+
+def _is_plain_swiglu(experts: Any) -> bool:
+    """Silu of the first half times the second, by the base class's own gate, which reads ``act_fn``."""
+    if not experts.has_gate or experts.has_bias or not getattr(experts, "is_concatenated", True):
+        return False
+    has_default_gate = type(experts)._apply_gate.__name__ == "_default_apply_gate"
+    return has_default_gate and isinstance(experts.act_fn, (nn.SiLU, SiLUActivation))
+
+
+def _grouped_product(experts: Any, leaf: str, x_PI: Tensor, end_e: Tensor) -> Tensor:
     weight = getattr(experts, leaf)
-    weight_eIO = weight if experts.is_transposed else weight.transpose(1, 2)
-    y_PO = F.grouped_mm(x_PI, weight_eIO, offs=end_e)
+    return F.grouped_mm(x_PI, weight if experts.is_transposed else weight.transpose(1, 2), offs=end_e)
+
+
+def _grouped_linear(experts: Any, leaf: str, x_PI: Tensor, end_e: Tensor, expert_P: Tensor) -> Tensor:
+    y_PO = _grouped_product(experts, leaf, x_PI, end_e)
     return y_PO + getattr(experts, f"{leaf}_bias")[expert_P] if experts.has_bias else y_PO
 
 

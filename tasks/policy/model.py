@@ -105,6 +105,7 @@ def load_policy(
     dispatcher: Dispatcher,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    expert_kernel: Literal["torch", "fused"] = "torch",
     prepare: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> PreTrainedModel:
     """Read a safetensors folder tensor by tensor; what other ranks hold is never read nor allocated.
@@ -116,7 +117,7 @@ def load_policy(
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = _from_config(config, dtype)
-    attach_dispatcher(model, dispatcher)
+    attach_dispatcher(model, dispatcher, kernel=expert_kernel)
     prepare(model)
     _materialise(model, dtype=dtype, device=device)
     targets = dict(stored_tensors(model))

@@ -1,6 +1,7 @@
 """One optimizer step over a mini-batch, on any number of ranks, with the gradient of a single process.
 
-Shape key: B sequences of a micro-batch, L tokens of the longest, V vocabulary.
+Shape key: B sequences of a micro-batch, L tokens of the longest, M = L - 1, V vocabulary, D features,
+N = B M.
 
 Expert parallelism makes every forward and backward pass a collective call: ranks must make equally many. A
 rank with fewer micro-batches than another runs empty ones, which exchange tokens and contribute nothing.
@@ -10,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from moe_kernels.logprob import selective_logprob_entropy
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
@@ -22,6 +24,12 @@ from tasks.policy.mesh import ParallelMesh, clip_gradients, reduce_gradients
 from tasks.policy.packed import packed_attention_mask
 from tasks.policy.progress import BLOCKED, Progress
 from tasks.policy.router import RouterBalance
+
+LogprobKernel = Literal["torch", "fused"]
+"""``torch`` holds the logits of a whole micro-batch in float32; ``fused`` never does, and needs CUDA."""
+
+ALTERED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Configuration fields of models whose logits are not just hidden states times the head's weights."""
 
 MicroBatch = Mapping[str, Tensor]
 """[B, L]: ``input_ids``, ``attention_mask``, ``position_ids`` if packed, and what the loss function reads."""
@@ -36,11 +44,17 @@ class LossFn(Protocol):
 
 
 def make_optimizer(
-    model: PreTrainedModel, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    model: PreTrainedModel,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    fused: bool | None = None,
 ) -> AdamW:
     """AdamW over the trained parameters; decay applies to all of them, so leave it 0 or keep it small."""
     params = [param for param in model.parameters() if param.requires_grad]
-    return AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
 
 def token_logprobs_and_entropy(
@@ -50,6 +64,8 @@ def token_logprobs_and_entropy(
     temperature: float,
     *,
     position_BL: Tensor | None = None,
+    kernel: LogprobKernel = "torch",
+    keep_gb: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token given those before it, and entropy of the distribution it came from.
 
@@ -62,22 +78,57 @@ def token_logprobs_and_entropy(
         model_mask: Any = packed_attention_mask(model, position_BL)
     else:  # counted over real tokens, so that padding on the left moves no position
         model_mask, position_BL = attention_mask_BL, (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
-    output = model(
-        input_ids=input_ids_BL,
-        attention_mask=model_mask,
-        position_ids=position_BL,
-        use_cache=False,
-    )
-    logits_BMV = output.logits[:, :-1].float() / temperature  # M = L - 1: position t predicts token t + 1
-    logprobs_BMV = torch.log_softmax(logits_BMV, dim=-1)
-    logprob_BM = logprobs_BMV.gather(-1, input_ids_BL[:, 1:, None]).squeeze(-1)
-    entropy_BM = -(logprobs_BMV.exp() * logprobs_BMV).sum(dim=-1)
+    inputs = {
+        "input_ids": input_ids_BL,
+        "attention_mask": model_mask,
+        "position_ids": position_BL,
+        "use_cache": False,
+    }
+    # M = L - 1: position t predicts token t + 1
     is_predicted_BM = mask_BL[:, 1:] & mask_BL[:, :-1] & (position_BL[:, 1:] > 0)
+    if kernel == "fused":
+        if not input_ids_BL.is_cuda:
+            raise ValueError(
+                f"logprob_kernel 'fused' must run on CUDA, got {input_ids_BL.device}. Set it to 'torch'."
+            )
+        target_BM = torch.where(is_predicted_BM, input_ids_BL[:, 1:], -1)
+        logprob_BM, entropy_BM = logprobs_without_logits(model, inputs, target_BM, temperature, keep_gb)
+    else:
+        logits_BMV = model(**inputs).logits[:, :-1].float() / temperature
+        logprobs_BMV = torch.log_softmax(logits_BMV, dim=-1)
+        logprob_BM = logprobs_BMV.gather(-1, input_ids_BL[:, 1:, None]).squeeze(-1)
+        entropy_BM = -(logprobs_BMV.exp() * logprobs_BMV).sum(dim=-1)
     none_B1 = logprob_BM.new_zeros(logprob_BM.shape[0], 1)
     return (
         torch.cat([none_B1, torch.where(is_predicted_BM, logprob_BM, 0.0)], dim=1),
         torch.cat([none_B1, torch.where(is_predicted_BM, entropy_BM, 0.0)], dim=1),
     )
+
+
+def logprobs_without_logits(
+    model: PreTrainedModel,
+    inputs: Mapping[str, Any],
+    target_BM: Tensor,
+    temperature: float,
+    keep_gb: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """From the last hidden states and the head's weights; 0 where the target is negative."""
+    head: Any = model.get_output_embeddings()
+    altered = [name for name in ALTERED_LOGITS if getattr(model.config, name, None)]
+    if altered or getattr(head, "bias", None) is not None:
+        raise ValueError(
+            "logprob_kernel 'fused' needs logits that are hidden states times weights, got "
+            f"{type(model).__name__} with {', '.join(altered) or 'a bias'}. Set it to 'torch'."
+        )
+    hidden_BMD = model.base_model(**inputs).last_hidden_state[:, :-1]
+    logprob_N, entropy_N = selective_logprob_entropy(
+        hidden_BMD.flatten(0, 1),
+        head.weight,
+        target_BM.flatten(),
+        temperature=temperature,
+        keep_bytes=int(keep_gb * 2**30),
+    )
+    return logprob_N.view(target_BM.shape), entropy_N.view(target_BM.shape)
 
 
 def train_minibatch(
@@ -91,6 +142,8 @@ def train_minibatch(
     max_grad_norm: float,
     temperature: float = 1.0,
     min_micro_batches: int = 1,
+    logprob_kernel: LogprobKernel = "torch",
+    logprob_keep_gb: float = 0.0,
     balance: RouterBalance | None = None,
     progress: Progress | None = None,
     on_nonfinite: Callable[[list[int]], None] | None = None,
@@ -104,6 +157,7 @@ def train_minibatch(
     """
     progress = progress or Progress()
     num_passes = _agree_on_passes(model, mesh, len(micro_batches), num_global_tokens, min_micro_batches)
+    options = {"temperature": temperature, "kernel": logprob_kernel, "keep_gb": logprob_keep_gb}
     optimizer.zero_grad(set_to_none=True)
     sums: dict[str, Tensor] = {}
     losses: list[Tensor] = []
@@ -111,14 +165,14 @@ def train_minibatch(
         for index in range(num_passes):
             progress.at("forward and backward", index)
             if index < len(micro_batches):
-                loss, metrics = _loss(model, micro_batches[index], loss_fn, temperature)
+                loss, metrics = _loss(model, micro_batches[index], loss_fn, options)
                 if balance is not None:
                     extra, seen = balance.loss(micro_batches[index], num_global_tokens=num_global_tokens)
                     loss, metrics = loss + extra, {**metrics, **seen}
                 losses.append(loss.detach())
                 _add(sums, {"loss": loss, **metrics})
             else:
-                loss = _empty_loss(model, temperature)
+                loss = _empty_loss(model, options)
                 if balance is not None:
                     balance.clear()
             loss.backward()
@@ -139,24 +193,22 @@ def train_minibatch(
 
 
 def _loss(
-    model: PreTrainedModel, micro_batch: MicroBatch, loss_fn: LossFn, temperature: float
+    model: PreTrainedModel, micro_batch: MicroBatch, loss_fn: LossFn, options: dict[str, Any]
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     logprob_BL, entropy_BL = token_logprobs_and_entropy(
         model,
         micro_batch["input_ids"],
         micro_batch["attention_mask"],
-        temperature,
         position_BL=micro_batch.get("position_ids"),
+        **options,
     )
     return loss_fn(logprob_BL, entropy_BL, micro_batch)
 
 
-def _empty_loss(model: PreTrainedModel, temperature: float) -> Tensor:
+def _empty_loss(model: PreTrainedModel, options: dict[str, Any]) -> Tensor:
     """A pass through every layer with weight zero, in step with the other ranks' real ones."""
     input_ids_BL = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    logprob_BL, _ = token_logprobs_and_entropy(
-        model, input_ids_BL, torch.ones_like(input_ids_BL), temperature
-    )
+    logprob_BL, _ = token_logprobs_and_entropy(model, input_ids_BL, torch.ones_like(input_ids_BL), **options)
     return logprob_BL.sum() * 0.0
 
 

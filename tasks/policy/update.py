@@ -25,12 +25,13 @@ from transformers import PreTrainedModel
 from tasks.artifacts.manifest import Blob, Manifest
 from tasks.config import CampaignConfig
 from tasks.policy import weights
-from tasks.policy.dispatch import make_dispatcher
+from tasks.policy.dispatch import Dispatcher, make_dispatcher
 from tasks.policy.epoch import Trainee, train
-from tasks.policy.fsdp import shard_parameters
+from tasks.policy.fsdp import is_fully_sharded, shard_parameters
 from tasks.policy.mesh import ParallelMesh, make_mesh
 from tasks.policy.model import load_policy
 from tasks.policy.nonfinite import NonFiniteSteps
+from tasks.policy.norms import use_fused_norms
 from tasks.policy.packed import require_packable
 from tasks.policy.progress import Progress, Watchdog
 from tasks.policy.recompute import checkpoint_activations
@@ -57,7 +58,7 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
         progress.at("load")
         parent = store.manifest(policy)
         folder = store.pull(policy)
-        model = load_policy(folder, dispatcher=dispatcher, prepare=_sharding(config, mesh)).train()
+        model = _load(folder, dispatcher, config, mesh)
         balance = _adjust(model, config)
         rows = read_batch(store, batch)
         optimizer = _optimizer(model, folder, config, batch, resumes=parent.kind == "iteration")
@@ -94,7 +95,7 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
             cursor=(batch.iteration + 1) * config.rollout.prompts_per_iteration,
         )
         if dist.get_rank() == 0:
-            _say(batch, metrics, clock, dispatcher.describe())
+            _say(batch, metrics, clock, f"{dispatcher.describe()}; {_kernels(config)}")
     return Candidate(manifest_json=manifest.model_dump_json())
 
 
@@ -150,6 +151,29 @@ def store_shards(
         return carried | blobs, weights.merge_digests(d for _, _, d in everyone)
 
 
+def _load(
+    folder: Path, dispatcher: Dispatcher, config: CampaignConfig, mesh: ParallelMesh
+) -> PreTrainedModel:
+    """The policy to train, on this rank's device."""
+    return load_policy(
+        folder,
+        dispatcher=dispatcher,
+        device=_device(config),
+        expert_kernel=config.train.expert_kernel,
+        prepare=_sharding(config, mesh),
+    ).train()
+
+
+def _device(config: CampaignConfig) -> torch.device:
+    if config.train.backend == "nccl":
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def _kernels(config: CampaignConfig) -> str:
+    return "kernels: " + ", ".join(f"{part} {kernel}" for part, kernel in config.train.kernels.items())
+
+
 def _sharding(config: CampaignConfig, mesh: ParallelMesh) -> Callable[[PreTrainedModel], None]:
     """Split the parameters where the configuration asks for it; half-precision compute goes with it."""
     if config.train.fsdp == 1 and config.train.compute_dtype == "float32":
@@ -163,6 +187,8 @@ def _adjust(model: PreTrainedModel, config: CampaignConfig) -> RouterBalance | N
     train = config.train
     if train.freeze_router:
         freeze_routers(model)
+    if train.norm_kernel == "fused":
+        use_fused_norms(model)  # before recomputation, which wraps the forward it finds
     if train.activation_checkpointing:
         checkpoint_activations(model)
     if train.packing == "packed":
@@ -195,7 +221,13 @@ def _optimizer(
     lr = config.warm_start.learning_rate if is_supervised else learning_rate(config, batch.iteration)
     train = config.train
     optimizer = make_optimizer(
-        model, lr=lr, betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay
+        model,
+        lr=lr,
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        # one fused call cannot take parameters that are split over different meshes
+        fused=True if train.backend == "nccl" and not is_fully_sharded(model) else None,
     )
     if resumes:
         weights.load_optimizer(model, optimizer, folder)
@@ -208,6 +240,9 @@ def _process_group(config: CampaignConfig) -> Iterator[None]:
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(1)
+    if config.train.backend == "nccl":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS asks for it
+        torch.cuda.set_device(_device(config))
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != config.train.world_size:
         raise RuntimeError(
@@ -236,11 +271,11 @@ class _Clock:
         self.last = now
 
 
-def _say(batch: TrainBatch, metrics: dict[str, float], clock: _Clock, dispatcher: str) -> None:
+def _say(batch: TrainBatch, metrics: dict[str, float], clock: _Clock, means: str) -> None:
     text = f"{metrics['steps']:.0f} steps, loss {metrics.get('policy_loss', math.nan):.4f}, "
     if batch.objective == "clipped_policy" and "kl_k3" in metrics:
         text += f"KL {metrics['kl_k3']:.4f}, entropy {metrics['entropy']:.3f}, "
         text += f"clipped {metrics['clip_share']:.1%}, "
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
     iteration = batch.iteration if batch.iteration >= 0 else None
-    say("train", f"{text}seconds: {seconds}; {dispatcher}", iteration=iteration)
+    say("train", f"{text}seconds: {seconds}; {means}", iteration=iteration)

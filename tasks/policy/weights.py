@@ -94,7 +94,8 @@ def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -
     if kinds:
         for name, param in params.items():
             moments = {moment: targets[f"{moment}/{name}"].detach() for moment in MOMENTS}
-            optimizer.state[param] = {"step": step.to(torch.float32), **moments}
+            device = param.device if optimizer.defaults.get("fused") else step.device  # where AdamW counts
+            optimizer.state[param] = {"step": step.to(device, torch.float32), **moments}
 
 
 def write_shard(
