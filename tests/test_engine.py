@@ -9,7 +9,6 @@ import pytest
 import torch
 from policies import save_tiny_policy
 
-from tasks.config import RolloutConfig
 from tasks.engine.embedded import EmbeddedEngine
 from tasks.engine.make import make_engine, sampling_params, stop_ids
 from tasks.engine.protocol import Request, SamplingParams
@@ -17,6 +16,7 @@ from tasks.engine.sampling import sample, uniforms
 from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.model import load_policy
 from tasks.policy.trainer import token_logprobs_and_entropy
+from tasks.rollout_config import RolloutConfig
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.config import EnvironmentConfig
+from tasks.environment_config import EnvironmentConfig
 from tasks.environments.make import make_environment
 from tasks.environments.scoring import judge, score_groups
 from tasks.experience.records import Group

@@ -67,9 +67,8 @@ def layer(name):
     return LAYERS.index(parts[0]) if parts[0] in LAYERS else None
 
 
-SHARED_VALUES = {
-    f"tasks.{name}" for name in ("config", "train_config", "section", "records", "schema", "session")
-}
+CONFIGURATION = {path.stem for path in (ROOT / "tasks").glob("*config.py")}
+SHARED_VALUES = {f"tasks.{name}" for name in CONFIGURATION | {"section", "records", "schema", "session"}}
 """Files of ``tasks/`` that the packages read: values and how to open what they name. They hold no task."""
 
 
@@ -132,9 +131,7 @@ def test_every_configuration_key_is_used(field):
     if field.startswith("model.random."):
         return  # passed on as a whole: build_random takes each by name and would refuse another
     uses = re.compile(rf"\.{field.rsplit('.', 1)[-1]}\b")
-    assert any(
-        uses.search(path.read_text()) for path in SOURCES if path.name not in ("config.py", "train_config.py")
-    ), field
+    assert any(uses.search(path.read_text()) for path in SOURCES if path.stem not in CONFIGURATION), field
 
 
 def test_no_package_imports_the_installed_project_under_another_name():

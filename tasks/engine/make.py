@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
-from tasks.config import CampaignConfig, RolloutConfig
+from tasks.config import CampaignConfig
 from tasks.engine.notices import Departure
 from tasks.engine.protocol import Engine, SamplingParams
 from tasks.engine.worker import RolloutWorker
 from tasks.experience.buffer import ExperienceBuffer
+from tasks.rollout_config import RolloutConfig
 
 
 def make_engine(config: RolloutConfig, *, dtype: str) -> Engine:

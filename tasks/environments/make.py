@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from tasks.config import EnvironmentConfig
+from tasks.environment_config import EnvironmentConfig
 from tasks.environments.digits import DigitsEnvironment, reverse
 from tasks.environments.protocol import Environment
 

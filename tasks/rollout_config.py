@@ -1,0 +1,86 @@
+"""How samples are generated and where they wait: engine, workers, Spot, buffer; no torch."""
+
+import math
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from tasks.section import Section
+
+
+class RolloutConfig(Section):
+    engine: Literal["embedded"] = "embedded"
+    workers: int = Field(default=2, ge=1)
+    """Mapped tasks that drain the work queue; on a cluster each is one Spot node. Of no effect for
+    ``standing``."""
+    pool: Literal["tasks", "standing"] = "tasks"
+    """``tasks``: each iteration starts its workers as mapped tasks. ``standing``: workers with warm engines
+    run beside the campaign (``python -m tasks.engine.standing``), and the generate stage waits for them."""
+    standing_timeout_seconds: float = Field(default=900.0, gt=0)
+    """A standing pool that settles nothing for this long stops the run."""
+    prompts_per_iteration: int = Field(default=512, ge=1)
+    group_size: int = Field(default=8, ge=2)
+    """Samples of one prompt. Group-relative advantages of a single sample are always zero, so at least 2."""
+    oversample: float = Field(default=0.0, ge=0, le=1)
+    """Share of prompts offered beyond ``prompts_per_iteration``. The iteration ends when that many groups are
+    published; stragglers are dropped and counted. Which groups are the first is not repeatable."""
+    groups_per_portion: int = Field(default=64, ge=1)
+    """Prompt groups that one lease covers."""
+    max_portions_per_worker: int = Field(default=0, ge=0)
+    """Leases one worker task takes before it leaves the rest to the others; 0 = until the queue is empty. A
+    local run executes mapped tasks one after the other, so without it the first worker would do all."""
+    max_new_tokens: int = Field(default=8, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    batch_size: int = Field(default=512, ge=1)
+    """Sequences the embedded engine decodes, and a worker publishes, together: what a lost worker may have to
+    redo."""
+    lease_seconds: float = Field(default=60.0, gt=0)
+    """A lease that is not renewed for this long passes to another worker."""
+    grace_seconds: float = Field(default=60.0, ge=0)
+    """What a worker that has to leave (SIGTERM, Spot notice) spends on finishing samples; then it aborts
+    them. Keep it below the pod's termination grace period of 75 s."""
+    metadata_url: str = ""
+    """Metadata service to ask for Spot notices, on EC2 ``http://169.254.169.254``; empty = not asked."""
+    notice_poll_seconds: float = Field(default=5.0, gt=0)
+    """Time between two questions to the metadata service."""
+
+    @property
+    def num_portions(self) -> int:
+        return -(-self.prompts_offered // self.groups_per_portion)
+
+    @property
+    def prompts_offered(self) -> int:
+        return math.ceil(self.prompts_per_iteration * (1 + self.oversample))
+
+    @property
+    def quota_groups(self) -> int:
+        """Groups at which an iteration is closed; 0 = when all are done."""
+        return self.prompts_per_iteration if self.oversample else 0
+
+    @property
+    def samples_per_iteration(self) -> int:
+        return self.prompts_per_iteration * self.group_size
+
+    @model_validator(mode="after")
+    def _workers_can_take_all_portions(self) -> Self:
+        reach = self.workers * self.max_portions_per_worker
+        if self.max_portions_per_worker and reach < self.num_portions:
+            raise ValueError(
+                f"workers * max_portions_per_worker must reach the {self.num_portions} portions of an "
+                f"iteration, got {self.workers} * {self.max_portions_per_worker} = {reach}. Raise "
+                f"max_portions_per_worker to {-(-self.num_portions // self.workers)}, or set it to 0."
+            )
+        return self
+
+
+class BufferConfig(Section):
+    url: str | tuple[str, ...] = "embedded"
+    """``embedded`` starts a Valkey server beside the store; else ``valkey://`` or ``valkeys://`` (TLS). A
+    list spreads the portions over several servers (shards)."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the embedded server; 0 picks a free one."""
+    capacity_mb: int = Field(default=512, ge=1)
+    """Payload bytes of unscored rollouts, on each server, at which publishing waits (backpressure)."""
+    max_attempts: int = Field(default=5, ge=1)
+    """Leases of one portion before it is set aside as poisoned."""
