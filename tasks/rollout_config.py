@@ -32,6 +32,9 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(default=8, ge=1)
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
+    record_routing: Literal["none", "experts", "experts_and_weights"] = "none"
+    """What travels with each sample of the router's choices (a byte or two an id, two to four a weight, for
+    each token, layer and chosen expert), so that a trainer can replay them."""
     batch_size: int = Field(default=512, ge=1)
     """Sequences the embedded engine decodes, and a worker publishes, together: what a lost worker may have to
     redo."""

@@ -8,13 +8,18 @@ values pass. Import this module inside task bodies: polars and pandera cost 0.7 
 
 import io
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import pandera.polars as pa
 import polars as pl
 from pandera.polars import PolarsData
 
-SCHEMA_VERSION = 1
+from tasks.experience.routing import routing_fault
+
+SCHEMA_VERSION = 2
+RECORDED = ("version_spans", "routed_experts", "routed_weights")
+"""Columns that version 2 added; null where nothing was recorded, and in payloads of version 1."""
+VERSION_SPANS = pl.List(pl.Struct({"policy_version": pl.Int64, "num_tokens": pl.Int32}))
 
 
 class SchemaViolation(ValueError):
@@ -36,7 +41,33 @@ class PromptFrame(pa.DataFrameModel):
         return data.lazyframe.select(pl.col("prompt_ids").list.len() > 0)
 
 
-class RolloutFrame(pa.DataFrameModel):
+class Recorded(pa.DataFrameModel):
+    """What is recorded of a response beside its tokens, where asked.
+
+    ``version_spans``: which policy version sampled which tokens, in order, where a response was interrupted
+    and continued; null = all of them by ``policy_version``, which is the oldest of the spans otherwise.
+    ``routed_experts`` and ``routed_weights``: see ``tasks.experience.routing``.
+    """
+
+    version_spans: VERSION_SPANS = pa.Field(nullable=True)  # pyright: ignore[reportInvalidTypeForm]
+    routed_experts: pl.Binary = pa.Field(nullable=True)
+    routed_weights: pl.Binary = pa.Field(nullable=True)
+
+    @pa.dataframe_check
+    def spans_cover_the_response_in_order_from_the_oldest_version(cls, data: PolarsData) -> pl.LazyFrame:
+        spans, field = pl.col("version_spans"), pl.element().struct.field
+        tokens = spans.list.eval(field("num_tokens")).list
+        versions = spans.list.eval(field("policy_version")).list
+        good = (
+            (tokens.sum() == pl.col("response_ids").list.len())
+            & (tokens.min() > 0)
+            & (versions.diff(null_behavior="drop").list.min().fill_null(0) >= 0)
+            & (versions.min() == pl.col("policy_version"))
+        )
+        return data.lazyframe.select(good.fill_null(pl.col("version_spans").is_null()))
+
+
+class RolloutFrame(Recorded):
     """Sampled tokens. ``behavior_logprob`` is that of the distribution that was sampled, one value a response
     token."""
 
@@ -93,7 +124,7 @@ class ScoredFrame(RolloutFrame):
         )
 
 
-class TrainFrame(pa.DataFrameModel):
+class TrainFrame(Recorded):
     """Rows of one policy update. ``loss_mask`` is True where the policy chose the token; others are never
     trained."""
 
@@ -143,8 +174,11 @@ def make_frame(rows: Iterable[dict[str, Any]], schema: Frame) -> pl.DataFrame:
 def validated(frame: pl.DataFrame, schema: Frame) -> pl.DataFrame:
     """The frame itself if it obeys the schema; else ``SchemaViolation`` with the rule and the first rows that
     break it."""
-    try:
-        return cast(pl.DataFrame, schema.validate(frame, lazy=True))
+    bytes_columns = [name for name, dtype in frame.schema.items() if dtype == pl.Binary]
+    try:  # without the bytes: pandera prints the rows of a violation as JSON, at which polars panics
+        schema.validate(
+            frame.with_columns(pl.lit(None, pl.Binary).alias(n) for n in bytes_columns), lazy=True
+        )
     except pa.errors.SchemaErrors as error:
         cases = error.failure_cases
         rules = []
@@ -157,6 +191,27 @@ def validated(frame: pl.DataFrame, schema: Frame) -> pl.DataFrame:
                 f"{first}"
             )
         raise SchemaViolation(f"{schema.__name__} refused {len(frame)} rows.\n" + "\n".join(rules)) from None
+    if bytes_columns and any(frame[name].null_count() < len(frame) for name in bytes_columns):
+        _require_routing(frame, schema)
+    return frame
+
+
+def _require_routing(frame: pl.DataFrame, schema: Frame) -> None:
+    """The rule of ``Recorded`` that is about bytes."""
+    rows = pl.col("prompt_ids").list.len() + pl.col("response_ids").list.len() - 1
+    records = frame.select(rows.cast(pl.Int64), "routed_experts", "routed_weights").iter_rows()
+    faults = {
+        index: fault
+        for index, (num_rows, experts, weights) in enumerate(records)
+        if (fault := routing_fault(experts, weights, num_rows=num_rows))
+    }
+    if faults:
+        first = list(faults)[:5]
+        raise SchemaViolation(
+            f"{schema.__name__} refused {len(frame)} rows.\n{schema.__name__}: rule routing_covers_every_"
+            f"position_but_the_last broken by rows {first} ({_sample_ids(frame, first)}), {len(faults)} in "
+            f"all; first {faults[first[0]]}"
+        )
 
 
 def to_bytes(frame: pl.DataFrame) -> bytes:
@@ -169,8 +224,18 @@ def to_bytes(frame: pl.DataFrame) -> bytes:
 
 def from_bytes(*payloads: bytes, schema: Frame) -> pl.DataFrame:
     """The validated frame of one or more payloads."""
-    frames = [pl.read_ipc_stream(payload) for payload in payloads]
+    frames = [_with_recorded(pl.read_ipc_stream(payload), schema) for payload in payloads]
     return validated(pl.concat(frames) if frames else pl.DataFrame(schema=polars_schema(schema)), schema)
+
+
+def _with_recorded(frame: pl.DataFrame, schema: Frame) -> pl.DataFrame:
+    """A payload of version 1 has no ``RECORDED`` columns."""
+    if not issubclass(schema, Recorded) or set(RECORDED) <= set(frame.columns):
+        return frame
+    types = polars_schema(schema)
+    absent = [name for name in RECORDED if name not in frame.columns]
+    frame = frame.with_columns(pl.lit(None, dtype=types[name]).alias(name) for name in absent)
+    return frame.select(list(types)) if set(types) == set(frame.columns) else frame
 
 
 def _sample_ids(frame: pl.DataFrame, index: list[int]) -> str:

@@ -127,7 +127,7 @@ def test_groups_that_no_scorer_survived_are_archived_too() -> None:
     fates, _, _ = assembled(ROWS, config())
     columns = list(polars_schema(RolloutFrame))
     lost = make_frame(
-        [{name: row[name] for name in columns} for row in scored("z", [0.0, 1.0])], RolloutFrame
+        [{name: row.get(name) for name in columns} for row in scored("z", [0.0, 1.0])], RolloutFrame
     )
     payload = to_bytes(lost)
     archived = pl.read_parquet(

@@ -42,6 +42,11 @@ class EmbeddedEngine:
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         if self.model is None:
             raise RuntimeError("the engine must load a policy version before it generates; call load first.")
+        if params.record_routing != "none":
+            raise ValueError(
+                "record_routing must be none for the embedded engine, got "
+                f"{params.record_routing}. Set rollout.record_routing to none."
+            )
         self._is_aborted.clear()
         completions: list[list[Completion]] = []
         for batch in _batches(requests, self.batch_size):

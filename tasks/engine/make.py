@@ -1,6 +1,7 @@
 """The engine and the distribution that a configuration names."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from tasks.config import CampaignConfig
@@ -35,7 +36,7 @@ def make_worker(
         engine=engine,
         buffer=buffer,
         name=name,
-        params=sampling_params(rollout, folder),
+        params=replace(sampling_params(rollout, folder), record_routing=rollout.record_routing),
         base_seed=config.seed,
         group_size=rollout.group_size,
         chunk_samples=rollout.batch_size,

@@ -4,9 +4,12 @@ Every engine passes the same tests (``tests/test_engine.py``).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +22,8 @@ class SamplingParams:
     top_p: float
     stop_ids: frozenset[int]
     """All end-of-sequence ids of the policy. The stop token is part of the response: the policy chose it."""
+    record_routing: Literal["none", "experts", "experts_and_weights"] = "none"
+    """What to record of the router's choices. An engine that cannot record it refuses to generate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +40,10 @@ class Completion:
     logprobs: list[float]
     """One value a response token, of the distribution that was sampled."""
     finish_reason: Literal["stop", "length", "abort"]
+    routed_experts: "np.ndarray | None" = field(default=None, compare=False)
+    """[prompt + response - 1, layers, k] uint8 or int16, where asked: a row a position that was fed."""
+    routed_weights: "np.ndarray | None" = field(default=None, compare=False)
+    """float16 or float32 of the same shape."""
 
 
 class Engine(Protocol):

@@ -23,6 +23,7 @@ from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.errors import LeaseLost
 from tasks.experience.ledger import seed_of
 from tasks.experience.records import Group, Lease
+from tasks.experience.routing import pack
 from tasks.schema import PromptFrame, RolloutFrame, from_bytes, make_frame, to_bytes
 
 POLL_SECONDS = 0.2
@@ -171,6 +172,7 @@ class RolloutWorker:
                 "response_ids": completion.response_ids,
                 "behavior_logprob": completion.logprobs,
                 "finish_reason": completion.finish_reason,
+                **_routing(completion, self.params),
             }
             for prompt, completions in finished
             for index, completion in enumerate(completions)
@@ -212,6 +214,22 @@ class RolloutWorker:
         finally:
             is_over.set()
             thread.join()
+
+
+def _routing(completion: Completion, params: SamplingParams) -> dict[str, bytes]:
+    """The columns of the routing record that was asked for; an engine that left it out is an error."""
+    if params.record_routing == "none":
+        return {}
+    found = {"routed_experts": completion.routed_experts}
+    if params.record_routing == "experts_and_weights":
+        found["routed_weights"] = completion.routed_weights
+    columns = {name: pack(array) for name, array in found.items() if array is not None}
+    if len(columns) < len(found):
+        raise RuntimeError(
+            f"the engine must record {params.record_routing} for every response, got {sorted(columns)}. Set "
+            "rollout.record_routing to what it can record."
+        )
+    return columns
 
 
 def _is_aborted(completions: Sequence[Completion]) -> bool:

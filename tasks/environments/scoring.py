@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import polars as pl
+
 from tasks.environments.protocol import Environment, Outcome
 from tasks.experience.records import Group
-from tasks.schema import RolloutFrame, ScoredFrame, from_bytes, make_frame, to_bytes
+from tasks.schema import RolloutFrame, ScoredFrame, from_bytes, polars_schema, to_bytes, validated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -16,8 +18,13 @@ def score_groups(
 ) -> list[tuple[str, Group]]:
     """Verify the samples of some groups; handles and group ids stay as they are."""
     frame = from_bytes(*(group.payload for _, group in taken), schema=RolloutFrame)
-    rows = [_scored(row, environment, tokenizer) for row in frame.rows(named=True)]
-    scored = make_frame(rows, ScoredFrame)  # validated once, stored a group at a time
+    rows = frame.select("prompt_id", "response_ids", "finish_reason").rows(named=True)
+    outcomes = [_columns(judge(environment, tokenizer, **row)) for row in rows]
+    types = {name: dtype for name, dtype in polars_schema(ScoredFrame).items() if name not in frame.columns}
+    # validated once, stored a group at a time; columns beside, since routing records may be megabytes a row
+    scored = validated(
+        pl.concat([frame, pl.DataFrame(outcomes, schema=types)], how="horizontal"), ScoredFrame
+    )
     result, first = [], 0
     for handle, group in taken:
         payload = to_bytes(scored.slice(first, group.num_samples))
@@ -73,18 +80,8 @@ def judge(
         return Outcome(kind="failure", reason=f"{type(error).__name__}: {error}")
 
 
-def _scored(
-    row: dict[str, Any], environment: Environment, tokenizer: "PreTrainedTokenizerFast"
-) -> dict[str, Any]:
-    outcome = judge(
-        environment,
-        tokenizer,
-        prompt_id=row["prompt_id"],
-        response_ids=row["response_ids"],
-        finish_reason=row["finish_reason"],
-    )
+def _columns(outcome: Outcome) -> dict[str, Any]:
     return {
-        **row,
         "outcome": outcome.kind,
         "reward": outcome.reward,
         "is_exact": outcome.is_exact,

@@ -120,9 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made = made_of(store, options.version)
     except (ValueError, LookupError, StoreError) as error:
         raise SystemExit(str(error)) from None
-    sys.stdout.write(
-        made.samples.write_ndjson() if options.json else text_of(made, limit=options.limit) + "\n"
-    )
+    spelled = made.samples.drop("routed_experts", "routed_weights", strict=False)  # bytes, not for JSON
+    sys.stdout.write(spelled.write_ndjson() if options.json else text_of(made, limit=options.limit) + "\n")
 
 
 if __name__ == "__main__":
