@@ -105,6 +105,8 @@ def test_temperature_zero_is_greedy(engine, folder):
 class AbortsAfter:
     """Sampling parameters that abort the engine at the n-th look at ``temperature``: once a decoding step."""
 
+    record_routing = "none"
+
     def __init__(self, engine, step):
         self.engine, self.steps_left, self.max_new_tokens, self.top_p, self.stop_ids = (
             engine,
