@@ -78,36 +78,42 @@ def _generate_batch(
         empty = Completion(response_ids=[], logprobs=[], finish_reason="abort")
         return [[empty] * count for count in copies]
     seeds = np.array([seed for request in requests for seed in request.seeds], dtype=np.uint64)
+    begun = np.repeat([request.num_sampled for request in requests], copies)
     state = _Decoding(model, requests, copies)
     tokens: list[list[int]] = [[] for _ in seeds]
     logprobs: list[list[float]] = [[] for _ in seeds]
     stop = torch.tensor(sorted(params.stop_ids))
     alive = torch.arange(len(seeds))  # the row of the batch -> the sample it belongs to
     for step in range(params.max_new_tokens):
+        place_B = begun[alive.numpy()] + step
         token_B, logprob_B = sample(
             state.logits_BV,
-            uniforms(seeds[alive.numpy()], step),
+            uniforms(seeds[alive.numpy()], place_B),
             temperature=params.temperature,
             top_p=params.top_p,
         )
         for row, token, logprob in zip(alive.tolist(), token_B.tolist(), logprob_B.tolist(), strict=True):
             tokens[row].append(token)
             logprobs[row].append(min(logprob, 0.0))
-        goes_on = ~torch.isin(token_B, stop)
-        if step + 1 == params.max_new_tokens or not goes_on.any():
+        goes_on = ~torch.isin(token_B, stop) & torch.from_numpy(place_B + 1 < params.max_new_tokens)
+        if not goes_on.any():
             break
         kept = goes_on.nonzero().squeeze(1)
         alive = alive[kept]
         if is_aborted.is_set():
             break
         state.advance(token_B, kept)
-    rows = (_completion(ids, values, params) for ids, values in zip(tokens, logprobs, strict=True))
+    budgets = (params.max_new_tokens - begun).tolist()
+    rows = (
+        _completion(ids, values, params, budget)
+        for ids, values, budget in zip(tokens, logprobs, budgets, strict=True)
+    )
     return [[next(rows) for _ in range(count)] for count in copies]
 
 
-def _completion(ids: list[int], logprobs: list[float], params: SamplingParams) -> Completion:
+def _completion(ids: list[int], logprobs: list[float], params: SamplingParams, budget: int) -> Completion:
     is_stopped = ids[-1] in params.stop_ids
-    is_full = len(ids) == params.max_new_tokens
+    is_full = len(ids) == budget
     reason = "stop" if is_stopped else "length" if is_full else "abort"
     return Completion(response_ids=ids, logprobs=logprobs, finish_reason=reason)
 

@@ -32,6 +32,10 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
+    num_sampled: int = 0
+    """How many of the last ``prompt_ids`` are tokens that the response begins with, sampled before an abort.
+    They count towards ``max_new_tokens``, the seed's randomness goes on behind them, and only what follows
+    them is returned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 
-def uniforms(seeds_B: np.ndarray, step: int) -> Tensor:
-    """[B] float64 in [0, 1): SplitMix64 (Steele et al., OOPSLA 2014) of the seed's stream at ``step``."""
+def uniforms(seeds_B: np.ndarray, step: int | np.ndarray) -> Tensor:
+    """[B] float64 in [0, 1): SplitMix64 (Steele et al., OOPSLA 2014) of the seed's stream at ``step``, one
+    for all or one a row."""
     with np.errstate(over="ignore"):
-        x = seeds_B.astype(np.uint64) + np.uint64(step + 1) * np.uint64(0x9E3779B97F4A7C15)
+        place = np.asarray(step, dtype=np.uint64) + np.uint64(1)
+        x = seeds_B.astype(np.uint64) + place * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x = x ^ (x >> np.uint64(31))
