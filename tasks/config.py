@@ -31,7 +31,7 @@ class ConfigError(click.UsageError, ValueError):
 
 class ScheduleConfig(Section):
     iterations: int = Field(default=20, ge=1)
-    segment_iterations: int = Field(default=10, ge=1, le=40)
+    segment_iterations: int = Field(default=10, ge=1, le=25)
     """Iterations of one workflow record. Flyte stores a record in one object of about 1.5 MB."""
     max_staleness: int = Field(default=0, ge=0, le=8)
     """Versions by which the sampling policy may be older than the one it trains; 0 = on-policy. With 1,

@@ -111,7 +111,7 @@ def test_evaluations_follow_every_nth_version_and_the_last():
 
 
 def test_a_segment_stays_far_below_flytes_record_limit_and_repeats_no_task():
-    _, spec = edges(staleness=1, iterations=40)
+    _, spec = edges(staleness=1, iterations=25)
     assert spec.to_flyte_idl().ByteSize() < 1_000_000  # etcd refuses objects of about 1.5 MB
     names = [template.id.name for template in spec.tasks]
     assert len(names) == len(set(names)) < 12
