@@ -11,13 +11,14 @@ from families import FAMILIES, VOCAB, tiny_policy
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tasks.algorithm_config import AlgorithmConfig
 from tasks.policy import packed
 from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.mesh import make_mesh
 from tasks.policy.packed import require_packable
 from tasks.policy.trainer import make_optimizer, token_logprobs_and_entropy, train_minibatch
-from tasks.rl.losses import clipped_policy_loss
+from tasks.rl.objective import policy_objective
 from tasks.rl.packing import Packing, collate, micro_batches, num_trained_tokens, plan_micro_batches
 
 LENGTHS = ((3, 4), (1, 1), (2, 7), (1, 5), (4, 2))
@@ -132,13 +133,12 @@ def step(model: PreTrainedModel, packing: Packing, max_tokens: int) -> tuple[dic
     optimizer.register_step_pre_hook(record)
     samples = rows()
     tokens = num_trained_tokens(samples)
-
-    def loss(logprob_BL: Tensor, entropy_BL: Tensor, micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return clipped_policy_loss(
-            logprob_BL, micro["behavior_logprob"], micro["advantage"], entropy_BL, micro["mask"],
-            clip_low=0.2, clip_high=0.28, entropy_coefficient=0.1, num_global_tokens=tokens,
-        )  # fmt: skip
-
+    loss = policy_objective(
+        AlgorithmConfig(entropy_coefficient=0.1),
+        num_global_tokens=tokens,
+        num_global_sequences=len(samples),
+        fixed_length=7,
+    )
     batches = micro_batches(samples, max_tokens=max_tokens, packing=packing)
     metrics = train_minibatch(
         model, optimizer, make_mesh(1, 1), batches, loss, num_global_tokens=tokens, max_grad_norm=1e9

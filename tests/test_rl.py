@@ -7,30 +7,35 @@ import polars as pl
 import pytest
 import torch
 
+from tasks.algorithm_config import AlgorithmConfig
 from tasks.config import CampaignConfig
-from tasks.rl.advantages import control_rewards, group_advantages, has_signal
+from tasks.rl.advantages import group_advantages, has_signal
 from tasks.rl.assembly import assemble_frame
-from tasks.rl.losses import clipped_policy_loss, supervised_loss
+from tasks.rl.losses import supervised_loss
+from tasks.rl.objective import policy_objective
 from tasks.rl.packing import micro_batches, num_trained_tokens, rank_share
+from tasks.rl.rewards import control_rewards
 from tasks.schema import ScoredFrame, make_frame
 
 NAN = float("nan")
 
 
 def policy_loss(logprob, behavior, advantage, mask, entropy=None, *, tokens, entropy_coefficient=0.0):
-    shape = torch.tensor(logprob)
-    entropy = torch.zeros_like(shape) if entropy is None else torch.tensor(entropy)
-    return clipped_policy_loss(
-        shape,
-        torch.tensor(behavior),
-        torch.tensor(advantage),
-        entropy,
-        torch.tensor(mask),
-        clip_low=0.2,
-        clip_high=0.28,
-        entropy_coefficient=entropy_coefficient,
+    logprob, behavior, advantage, mask = map(torch.as_tensor, (logprob, behavior, advantage, mask))
+    loss = policy_objective(
+        AlgorithmConfig(entropy_coefficient=entropy_coefficient),
         num_global_tokens=tokens,
+        num_global_sequences=1,
+        fixed_length=1,
     )
+    micro = {
+        "mask": mask,
+        "behavior_logprob": behavior,
+        "advantage": advantage,
+        "segment": torch.zeros_like(mask, dtype=torch.int64),
+        "length": mask.sum().expand(mask.shape),
+    }
+    return loss(logprob, torch.zeros_like(logprob) if entropy is None else torch.as_tensor(entropy), micro)
 
 
 def test_clipped_loss_by_hand_with_nan_in_a_masked_slot():
@@ -64,17 +69,7 @@ def test_the_unclipped_side_of_the_surrogate_keeps_its_gradient():
     # clipped
     for logprob, advantage in ((0.5, -1.0), (-0.5, 1.0)):
         value = torch.tensor([logprob], requires_grad=True)
-        loss, _ = clipped_policy_loss(
-            value,
-            torch.zeros(1),
-            torch.tensor([advantage]),
-            torch.zeros(1),
-            torch.tensor([True]),
-            clip_low=0.2,
-            clip_high=0.28,
-            entropy_coefficient=0.0,
-            num_global_tokens=1,
-        )
+        loss, _ = policy_loss(value, [0.0], [advantage], [True], tokens=1)
         loss.backward()
         torch.testing.assert_close(value.grad, torch.tensor([-advantage * math.exp(logprob)]))
 
@@ -82,17 +77,7 @@ def test_the_unclipped_side_of_the_surrogate_keeps_its_gradient():
 def test_on_policy_gradient_is_reinforce():
     logprob = torch.tensor([-0.7, -1.1, -0.2], requires_grad=True)
     advantage = torch.tensor([1.5, -0.5, 2.0])
-    loss, _ = clipped_policy_loss(
-        logprob,
-        logprob.detach().clone(),
-        advantage,
-        torch.zeros(3),
-        torch.ones(3, dtype=torch.bool),
-        clip_low=0.2,
-        clip_high=0.2,
-        entropy_coefficient=0.0,
-        num_global_tokens=3,
-    )
+    loss, _ = policy_loss(logprob, logprob.detach().clone(), advantage, [True] * 3, tokens=3)
     loss.backward()
     torch.testing.assert_close(logprob.grad, -advantage / 3)
 
@@ -124,17 +109,10 @@ def test_losses_do_not_depend_on_how_a_batch_is_split():
     def gradient(parts):
         leaf = logprob.clone().requires_grad_()
         for part in parts:
-            loss, _ = clipped_policy_loss(
-                leaf[part],
-                behavior[part],
-                advantage[part],
-                entropy[part],
-                mask[part],
-                clip_low=0.2,
-                clip_high=0.28,
-                entropy_coefficient=0.01,
-                num_global_tokens=int(mask.sum()),
-            )
+            loss, _ = policy_loss(
+                leaf[part], behavior[part], advantage[part], mask[part], entropy[part],
+                tokens=int(mask.sum()), entropy_coefficient=0.01,
+            )  # fmt: skip
             loss.backward()
         return leaf.grad
 

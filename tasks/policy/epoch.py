@@ -17,10 +17,16 @@ from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.progress import Progress, slow_ranks
 from tasks.policy.router import RouterBalance
 from tasks.policy.trainer import train_minibatch
-from tasks.rl.losses import clipped_policy_loss, supervised_loss
-from tasks.rl.packing import collate, num_trained_tokens, plan_micro_batches, rank_share
-
-PER_TOKEN = ("policy_loss", "entropy", "clip_share", "kl_k1", "kl_k3")
+from tasks.rl.losses import supervised_loss
+from tasks.rl.objective import PER_TOKEN, policy_objective
+from tasks.rl.packing import (
+    collate,
+    num_trained_sequences,
+    num_trained_tokens,
+    plan_micro_batches,
+    rank_share,
+)
+from tasks.rl.preparation import prepare_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +44,39 @@ class Trainee:
 def train(
     trainee: Trainee, rows: list[dict[str, Any]], config: CampaignConfig, *, objective: str
 ) -> dict[str, float]:
-    """One optimizer step a mini-batch, once over the batch; metrics are means over tokens or steps.
+    """One optimizer step a mini-batch, ``num_epochs`` times over the batch; metrics are means over tokens or
+    steps.
 
-    A skipped step counts as one and adds nothing else: what it would add is not finite.
+    A skipped step counts as one and adds nothing else: what it would add is not finite. A mini-batch of which
+    a correction dropped every token takes no step.
     """
-    mesh, totals = trainee.mesh, {"samples": 0.0, "steps": 0.0, "skipped": 0.0}
+    mesh, totals = trainee.mesh, {"steps": 0.0, "skipped": 0.0}
+    report, num_epochs = {}, 1
+    if objective == "clipped_policy":
+        rows, report = prepare_rows(rows, config.algorithm)
+        num_epochs = config.algorithm.num_epochs
     minibatches: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         minibatches.setdefault(row["minibatch"], []).append(row)
-    for number, members in sorted(minibatches.items()):
+    for number, members in sorted(minibatches.items()) * num_epochs:
+        if not num_trained_tokens(members):
+            continue
         sums = _step(trainee, number, members, config, objective=objective)
         if sums["skipped"]:
             sums = {"skipped": 1.0}
-        for name, value in (sums | {"samples": len(members), "steps": 1}).items():
+        for name, value in (sums | {"steps": 1}).items():
             totals[name] = totals.get(name, 0.0) + value
         trainee.nonfinite.count(is_skipped="loss" not in sums, minibatch=number)
     tokens = max(totals.get("tokens", 0.0), 1.0)
     taken = max(totals["steps"] - totals["skipped"], 1.0)
     per_token = {name: totals[name] / tokens for name in PER_TOKEN if name in totals}
     return {
+        **report,
         **per_token,
         **_balance_metrics(totals, taken, config),
         **_slow_rank_metrics(mesh, trainee.progress, config.train.slow_rank_factor),
         "trained_tokens": totals.get("tokens", 0.0),
-        "samples": totals["samples"],
+        "samples": float(len(rows)),
         "grad_norm": totals.get("grad_norm", 0.0) / taken,
         "skipped_steps": totals["skipped"],
         "nonfinite_in_a_row": float(trainee.nonfinite.in_a_row),
@@ -88,7 +103,12 @@ def _step(
         trainee.optimizer,
         mesh,
         [{k: v.to(trainee.model.device) for k, v in batch.items()} for batch in batches],
-        make_loss(config, objective, num_global_tokens),
+        make_loss(
+            config,
+            objective,
+            num_global_tokens=num_global_tokens,
+            num_global_sequences=num_trained_sequences(members),
+        ),
         num_global_tokens=num_global_tokens,
         max_grad_norm=settings.max_grad_norm,
         temperature=config.rollout.temperature if objective == "clipped_policy" else 1.0,
@@ -119,19 +139,17 @@ def _slow_rank_metrics(mesh: ParallelMesh, progress: Progress, factor: float) ->
 
 
 def make_loss(
-    config: CampaignConfig, objective: str, num_global_tokens: int
+    config: CampaignConfig, objective: str, *, num_global_tokens: int, num_global_sequences: int
 ) -> Callable[[Tensor, Tensor, Any], tuple[Tensor, dict[str, Tensor]]]:
-    """The loss of an objective for a mini-batch. A new one is a function in ``tasks/rl`` and a case here."""
-    algorithm = config.algorithm
-
-    def policy(logprob_BL: Tensor, entropy_BL: Tensor, micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return clipped_policy_loss(
-            logprob_BL, micro["behavior_logprob"], micro["advantage"], entropy_BL, micro["mask"],
-            clip_low=algorithm.clip_low, clip_high=algorithm.clip_high,
-            entropy_coefficient=algorithm.entropy_coefficient, num_global_tokens=num_global_tokens,
-        )  # fmt: skip
+    """The loss of an objective for a mini-batch. A policy's is put together in ``tasks/rl/objective.py``."""
 
     def supervised(logprob_BL: Tensor, entropy_BL: Tensor, micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return supervised_loss(logprob_BL, micro["mask"], num_global_tokens=num_global_tokens)
 
+    policy = policy_objective(
+        config.algorithm,
+        num_global_tokens=num_global_tokens,
+        num_global_sequences=num_global_sequences,
+        fixed_length=config.rollout.max_new_tokens,
+    )
     return {"clipped_policy": policy, "supervised": supervised}[objective]

@@ -4,7 +4,10 @@ import polars as pl
 import torch
 
 from tasks.config import CampaignConfig
-from tasks.rl.advantages import control_rewards, group_advantages, has_signal
+from tasks.rl.advantages import has_signal, whiten
+from tasks.rl.mismatch import age_histogram
+from tasks.rl.preparation import sequence_advantages
+from tasks.rl.rewards import control_rewards, overlong_penalty
 from tasks.schema import TrainFrame, polars_schema, validated
 
 SAMPLE = ("iteration", "prompt_id", "sample_index")
@@ -23,30 +26,27 @@ def assemble_frame(
         frame = frame.with_columns(reason=_beyond(quota))
     rejected = _counts(frame.filter(pl.col("reason") != ""))
     admitted = frame.filter(pl.col("reason") == "")
-    rewards = control_rewards(
-        torch.tensor(admitted["reward"].to_list(), dtype=torch.float64),
-        control=config.reward.control,
-        seed=config.seed + iteration,
-    )
-    admitted = admitted.with_columns(reward=pl.Series(rewards.tolist(), dtype=pl.Float64))
-    admitted, without_signal = _with_advantages(admitted, normalize_by_std=config.algorithm.normalize_by_std)
+    admitted, without_signal = _with_advantages(_with_rewards(admitted, config, iteration), config)
     rejected |= without_signal
     train = _into_minibatches(
         admitted, num_minibatches=config.algorithm.num_minibatches, seed=config.seed + iteration
     )
+    ages = policy_version - train["policy_version"]
     metrics = {
         "zero_variance": without_signal.get("zero_variance", 0) / max(len(frame), 1),
-        "staleness": float((policy_version - train["policy_version"]).mean() or 0.0),  # pyright: ignore
+        "staleness": float(ages.mean() or 0.0),  # pyright: ignore[reportArgumentType]
+        **age_histogram(ages.to_list()),
     }
     return train, rejected, metrics
 
 
 def _rejection(config: CampaignConfig, policy_version: int) -> pl.Expr:
-    """Why a sample may not be trained; empty if it may."""
+    """Why a sample may not be trained; empty if it may. A teacher speaks where a verifier is silent."""
     age = policy_version - pl.col("policy_version")
+    needs_reward = pl.lit(config.algorithm.advantage != "teacher")
     return (
-        pl.when(pl.col("outcome") == "failure").then(pl.lit("verifier_failure"))
-        .when(pl.col("outcome") == "abstain").then(pl.lit("abstained"))
+        pl.when(needs_reward & (pl.col("outcome") == "failure")).then(pl.lit("verifier_failure"))
+        .when(needs_reward & (pl.col("outcome") == "abstain")).then(pl.lit("abstained"))
         .when(age > config.schedule.max_staleness).then(pl.lit("stale"))
         .when(pl.col("finish_reason") == "abort").then(pl.lit("aborted"))
         .otherwise(pl.lit(""))
@@ -75,9 +75,13 @@ def sample_fates(
         frame = frame.with_columns(reason=_beyond(quota))
     trained = train.select(*SAMPLE, "advantage", "minibatch", is_trained=pl.lit(True))
     admitted = (pl.col("reason") == "").sum().over("prompt_id")
+    filters = config.algorithm.overlong == "filter"
+    has_signal = pl.col("is_trained").any().over("prompt_id")
+    cut_off = pl.lit(filters) & has_signal & (pl.col("finish_reason") == "length")
     fate = (
         pl.when(pl.col("is_trained")).then(pl.lit("trained"))
         .when(pl.col("reason") != "").then(pl.col("reason"))
+        .when(cut_off).then(pl.lit("overlong"))
         .when(admitted == 1).then(pl.lit("group_of_one"))
         .otherwise(pl.lit("zero_variance"))
     )  # fmt: skip
@@ -85,9 +89,34 @@ def sample_fates(
     return frame.with_columns(fate=fate).drop("reason", "is_trained")
 
 
-def _with_advantages(frame: pl.DataFrame, *, normalize_by_std: bool) -> tuple[pl.DataFrame, dict[str, int]]:
-    """Rows of groups that teach something, with their advantages; groups of one or of equal rewards are
-    counted."""
+def _with_rewards(frame: pl.DataFrame, config: CampaignConfig, iteration: int) -> pl.DataFrame:
+    """Rewards as the algorithm sees them: a control experiment's, less the price of length."""
+    if config.algorithm.advantage == "teacher":
+        return frame
+    rewards = control_rewards(
+        torch.tensor(frame["reward"].to_list(), dtype=torch.float64),
+        control=config.reward.control,
+        seed=config.seed + iteration,
+    )
+    if config.algorithm.overlong == "shape":
+        rewards = rewards + overlong_penalty(
+            _num_tokens(frame),
+            max_tokens=config.rollout.max_new_tokens,
+            buffer_tokens=config.algorithm.overlong_buffer,
+        )
+    return frame.with_columns(reward=pl.Series(rewards.tolist(), dtype=pl.Float64))
+
+
+def _with_advantages(frame: pl.DataFrame, config: CampaignConfig) -> tuple[pl.DataFrame, dict[str, int]]:
+    """Rows that teach something, with their advantages; groups of one or of equal rewards are counted, and
+    samples that were cut off where they are filtered: after they have been part of their group's mean.
+
+    Where the trainer estimates advantages itself they are 0 here, and there every sample teaches something
+    unless it is compared with its group.
+    """
+    algorithm = config.algorithm
+    if algorithm.advantage in ("returns", "gae", "teacher"):
+        return _without_overlong(frame.with_columns(advantage=pl.lit(0.0)), {}, config)
     frame = frame.with_columns(size=pl.len().over("prompt_id"))
     parts, rejected = [], {}
     for (size,), part in frame.group_by("size", maintain_order=True):
@@ -96,14 +125,37 @@ def _with_advantages(frame: pl.DataFrame, *, normalize_by_std: bool) -> tuple[pl
             continue
         reward_NG = torch.tensor(part["reward"].to_list(), dtype=torch.float64).view(-1, int(size))  # pyright: ignore
         keep_N = has_signal(reward_NG)
-        advantage_NG = group_advantages(reward_NG, normalize_by_std=normalize_by_std)
+        advantage_NG = sequence_advantages(reward_NG, algorithm)
         keep = keep_N.repeat_interleave(int(size))  # pyright: ignore[reportArgumentType]
         part = part.with_columns(advantage=pl.Series(advantage_NG.flatten().tolist(), dtype=pl.Float64))
         parts.append(part.filter(pl.Series(keep.tolist())))
         rejected["zero_variance"] = rejected.get("zero_variance", 0) + int((~keep).sum())
     if not parts:
         return frame.with_columns(advantage=pl.lit(0.0)).clear(), rejected
-    return pl.concat(parts).sort(SAMPLE), rejected
+    frame, rejected = _without_overlong(pl.concat(parts).sort(SAMPLE), rejected, config)
+    return (_whitened(frame) if algorithm.whiten and len(frame) else frame), rejected
+
+
+def _without_overlong(
+    frame: pl.DataFrame, rejected: dict[str, int], config: CampaignConfig
+) -> tuple[pl.DataFrame, dict[str, int]]:
+    if config.algorithm.overlong != "filter":
+        return frame, rejected
+    kept = frame.filter(pl.col("finish_reason") != "length")
+    return kept, rejected | {"overlong": len(frame) - len(kept)}
+
+
+def _whitened(frame: pl.DataFrame) -> pl.DataFrame:
+    """Statistics over all trained tokens, of which a long sample has more."""
+    length_N = _num_tokens(frame)
+    advantage_T = torch.tensor(frame["advantage"].to_list(), dtype=torch.float64).repeat_interleave(length_N)
+    whitened_T = whiten(advantage_T, torch.ones_like(advantage_T, dtype=torch.bool))
+    last_N = length_N.cumsum(0) - 1
+    return frame.with_columns(advantage=pl.Series(whitened_T[last_N].tolist(), dtype=pl.Float64))
+
+
+def _num_tokens(frame: pl.DataFrame) -> torch.Tensor:
+    return torch.tensor(frame["response_ids"].list.len().to_list(), dtype=torch.int64)
 
 
 def _into_minibatches(frame: pl.DataFrame, *, num_minibatches: int, seed: int) -> pl.DataFrame:

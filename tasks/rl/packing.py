@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 Packing = Literal["padded", "packed"]
+TOKEN_COLUMNS = ("proximal_logprob", "reference_logprob", "weight", "value", "return")
+"""What a row may hold beside its tokens, one number each, once ``preparation.py`` has seen the batch."""
 
 
 def rank_share(rows: Sequence[dict[str, Any]], *, rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -42,14 +44,16 @@ def plan_micro_batches(
 
 def collate(rows: Sequence[dict[str, Any]], *, packing: Packing) -> dict[str, Tensor]:
     """One micro-batch. Each row holds ``prompt_ids``, ``response_ids``, ``behavior_logprob``, ``loss_mask``
-    and ``advantage``.
+    and ``advantage``, or ``token_advantage`` in its place, and perhaps more of ``TOKEN_COLUMNS``.
 
     Returns:
         [B, L] tensors: ``input_ids``, ``attention_mask`` (1 on tokens), ``mask`` (True on trained tokens),
-        ``behavior_logprob`` and ``advantage`` (0 outside the response). Position t of every tensor speaks of
-        token t. A packed micro-batch is one row that also has ``position_ids``, 0 where a sample begins.
+        ``behavior_logprob``, ``advantage`` and the row's ``TOKEN_COLUMNS`` (0 outside the response),
+        ``segment`` (the sample's number in the micro-batch) and ``length`` (its trained tokens). Position t
+        of every tensor speaks of token t. A packed micro-batch is one row that also has ``position_ids``, 0
+        where a sample begins.
     """
-    samples = [_sample_tensors(row) for row in rows]
+    samples = [_sample_tensors(row, number) for number, row in enumerate(rows)]
     if packing == "padded":
         return {
             name: pad_sequence([sample[name] for sample in samples], batch_first=True)
@@ -71,6 +75,11 @@ def num_trained_tokens(rows: Sequence[dict[str, Any]]) -> int:
     return sum(sum(row["loss_mask"]) for row in rows)
 
 
+def num_trained_sequences(rows: Sequence[dict[str, Any]]) -> int:
+    """Samples with at least one trained token; others are no part of any mean."""
+    return sum(any(row["loss_mask"]) for row in rows)
+
+
 def _length(row: dict[str, Any]) -> int:
     return len(row["prompt_ids"]) + len(row["response_ids"])
 
@@ -80,7 +89,7 @@ def _num_tokens(rows: list[dict[str, Any]], packing: Packing) -> int:
     return sum(lengths) if packing == "packed" else max(lengths) * len(lengths)
 
 
-def _sample_tensors(row: dict[str, Any]) -> dict[str, Tensor]:
+def _sample_tensors(row: dict[str, Any], number: int) -> dict[str, Tensor]:
     start, end = len(row["prompt_ids"]), _length(row)
     sample = {
         "input_ids": torch.tensor([*row["prompt_ids"], *row["response_ids"]]),
@@ -89,8 +98,14 @@ def _sample_tensors(row: dict[str, Any]) -> dict[str, Tensor]:
         "mask": torch.zeros(end, dtype=torch.bool),
         "behavior_logprob": torch.zeros(end),
         "advantage": torch.zeros(end),
+        "segment": torch.full((end,), number),
+        "length": torch.full((end,), sum(row["loss_mask"])),
     }
     sample["mask"][start:] = torch.tensor(row["loss_mask"])
     sample["behavior_logprob"][start:] = torch.tensor(row["behavior_logprob"])
-    sample["advantage"][start:] = row["advantage"]
+    sample["advantage"][start:] = torch.tensor(row.get("token_advantage", row["advantage"]))
+    for name in TOKEN_COLUMNS:
+        if name in row:
+            sample[name] = torch.zeros(end)
+            sample[name][start:] = torch.tensor(row[name])
     return sample
