@@ -81,9 +81,24 @@ class BufferConfig(Section):
     url: str | tuple[str, ...] = "embedded"
     """``embedded`` starts a Valkey server beside the store; else ``valkey://`` or ``valkeys://`` (TLS). A
     list spreads the portions over several servers (shards)."""
+    password_file: str = ""
+    """File with the password of the user that ``url`` names: a mounted secret, so that no password gets into
+    configurations, and so into Flyte's records and the store."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the embedded server; 0 picks a free one."""
     capacity_mb: int = Field(default=512, ge=1)
     """Payload bytes of unscored rollouts, on each server, at which publishing waits (backpressure)."""
     max_attempts: int = Field(default=5, ge=1)
     """Leases of one portion before it is set aside as poisoned."""
+
+    @model_validator(mode="after")
+    def _a_password_file_needs_a_user(self) -> Self:
+        for url in [self.url] if isinstance(self.url, str) else self.url:
+            user = url.partition("://")[2].partition("@")
+            if self.password_file and (not user[1] or ":" in user[0]):
+                raise ValueError(
+                    "password_file goes with url scheme://USER@HOST, without a password in it, got "
+                    f"url={url.replace(user[0], '...') if user[1] else url!r}. Change the url or leave "
+                    "password_file empty."
+                )
+        return self

@@ -8,6 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from tasks.config import CampaignConfig
 from tasks.records import CampaignRun, TrainBatch
@@ -78,11 +79,18 @@ def run_buffer(run: CampaignRun, *, digest: str = "") -> "ExperienceBuffer":
 
 def _server(config: CampaignConfig, shard: int, url: str) -> str:
     if url != "embedded":
-        return url
+        return _with_password(url, config.buffer.password_file)
     from tasks.embedded.valkey import ensure_valkey
 
     folder = store_folder(config) / f"shard-{shard}" if shard else store_folder(config)
     return ensure_valkey(folder, port=config.buffer.port if shard == 0 else 0)
+
+
+def _with_password(url: str, file: str) -> str:
+    if not file:
+        return url
+    user, host = url.split("@", 1)
+    return f"{user}:{quote(Path(file).read_text().strip(), safe='')}@{host}"
 
 
 def batch_name(run: CampaignRun, iteration: int) -> str:

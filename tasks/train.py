@@ -11,8 +11,6 @@ from tasks.elastic import TorchElastic
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
 from tasks.train_config import TOPOLOGIES
 
-RENDEZVOUS = {"timeout": 1800, "join_timeout": 1800, "read_timeout": 900}
-
 
 def _elastic(topology: str) -> TorchElastic:
     nodes, ranks = TOPOLOGIES[topology]
@@ -22,7 +20,7 @@ def _elastic(topology: str) -> TorchElastic:
         max_restarts=3,
         monitor_interval=1 if nodes == 1 else 5,
         increase_shared_mem=False,  # the pod template sizes /dev/shm; Flyte would add a second volume
-        rdzv_configs=RENDEZVOUS,
+        rdzv_configs=placement.RENDEZVOUS,
     )
 
 

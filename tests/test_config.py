@@ -120,3 +120,17 @@ def test_a_configuration_cannot_be_changed_in_place():
 def test_every_topology_has_a_name_in_the_configuration():
     for name, (nodes, ranks) in TOPOLOGIES.items():
         assert load(train={"topology": name}).train.world_size == nodes * ranks
+
+
+def test_a_password_comes_from_a_file_and_never_stands_in_the_url(tmp_path):
+    from tasks.rollout_config import BufferConfig
+    from tasks.session import _with_password
+
+    (tmp_path / "password").write_text("a/b@c\n")
+    url = "valkeys://moe-rl@valkey-0:6379/0?ssl_ca_certs=/ca.crt"
+    assert _with_password(url, str(tmp_path / "password")) == url.replace("moe-rl@", "moe-rl:a%2Fb%40c@")
+    assert _with_password(url, "") == url
+    for wrong in ("valkeys://moe-rl:secret@valkey-0:6379", "valkeys://valkey-0:6379", "embedded"):
+        with pytest.raises(ValueError, match="password_file goes with") as error:
+            BufferConfig(url=wrong, password_file="x")
+        assert "secret" not in str(error.value).split("input_value")[0]

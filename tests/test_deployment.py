@@ -47,11 +47,7 @@ def test_shards_stand_on_the_memory_pool_and_workers_on_the_spot_pool() -> None:
     assert pod("Deployment")["terminationGracePeriodSeconds"] == placement.SPOT_GRACE_SECONDS
     assert "do-not-disrupt" not in yaml.safe_dump(manifest("Deployment"))
     limits = pod("Deployment")["containers"][0]["resources"]["limits"]
-    assert limits == {
-        "cpu": placement.ROLLOUT.cpu,
-        "memory": placement.ROLLOUT.memory,
-        **placement.ROLLOUT.devices,
-    }
+    assert limits == placement.ROLLOUT.resources
 
 
 def test_the_server_speaks_tls_alone_and_never_evicts() -> None:

@@ -159,19 +159,19 @@ def test_every_task_is_serialized_in_its_pool_with_its_pod_template():
         (container,) = spec["containers"]
         pool = next(p for p in placement.POOLS if p.name == spec["nodeSelector"][placement.POOL_LABEL])
         assert POOL_OF.get(name, pool) is pool, name
-        wanted = {"cpu": pool.cpu, "memory": pool.memory, **pool.devices}
-        assert container["resources"] == {"limits": wanted, "requests": wanted}, name
+        assert container["resources"] == {"limits": pool.resources, "requests": pool.resources}, name
         assert container["image"] == f"{placement.REGISTRY}/{pool.image}"
         assert spec["tolerations"][0]["value"] == pool.name
         assert template.metadata.interruptible == pool.is_spot
-        assert template.metadata.retries.retries == (placement.SPOT_RETRIES if pool.is_spot else 1)
-        assert bool(spec.get("volumes")) == bool(pool.shared_memory)
+        assert template.metadata.retries.retries == pool.retries
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert ("/dev/shm" in mounts) == bool(pool.shared_memory)
 
 
 def test_the_trainer_keeps_efa_hugepages_and_its_topology():
     template = serialized_tasks()["tasks.train.update_policy_cluster_16x8"]
     limits = template.k8s_pod.pod_spec["containers"][0]["resources"]["limits"]
-    assert limits["vpc.amazonaws.com/efa"] == "15" and limits["hugepages-2Mi"] == "5120Mi"
+    assert limits["vpc.amazonaws.com/efa"] == "16" and limits["hugepages-2Mi"] == "5120Mi"
     assert template.type == "pytorch"
     custom = template.custom if isinstance(template.custom, dict) else MessageToDict(template.custom)
     assert custom["elasticConfig"]["nprocPerNode"] == 8 and custom["elasticConfig"]["maxReplicas"] == 16
@@ -237,7 +237,8 @@ def package(tmp_path_factory):
 
 def test_packaging_needs_no_torch_and_includes_every_workflow(package):
     names = " ".join(package)
-    for part in ("campaign.campaign", "campaign.segment", "moe_rl_segment", "update_policy_cluster_16x8"):
+    parts = ("campaign.campaign", "campaign.segment", "moe_rl_segment", "update_policy_cluster_16x8")
+    for part in (*parts, "laptop", "one_node", "eks_grpo", "nightly"):
         assert part in names
 
 
