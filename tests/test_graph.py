@@ -112,7 +112,9 @@ def test_evaluations_follow_every_nth_version_and_the_last():
 
 def test_a_segment_stays_far_below_flytes_record_limit_and_repeats_no_task():
     _, spec = edges(staleness=1, iterations=25)
-    assert spec.to_flyte_idl().ByteSize() < 1_000_000  # etcd refuses objects of about 1.5 MB
+    # A dynamic graph goes to the object store (flyte.yaml: 10 MB) and to the admin in one message (4 MB);
+    # etcd, which refuses 1.5 MB, gets only the state of its nodes.
+    assert spec.to_flyte_idl().ByteSize() < 2_000_000
     names = [template.id.name for template in spec.tasks]
     assert len(names) == len(set(names)) < 12
 
@@ -187,7 +189,7 @@ def test_the_first_segment_of_every_shipped_campaign_is_serialized(path):
     until = min(config.schedule.segment_iterations, config.schedule.iterations)
     state = CampaignState(versions=[version(0)], iterations_done=0)
     spec = unrolled(campaign.unroll, run=run, state=state, until=until)
-    assert spec.to_flyte_idl().ByteSize() < 1_000_000  # etcd refuses objects of about 1.5 MB
+    assert spec.to_flyte_idl().ByteSize() < 2_000_000
     names = {template.id.name for template in spec.tasks}
     assert f"tasks.train.update_policy_{config.train.topology}" in names
     assert len([node for node in spec.nodes if node.id.startswith("update-")]) == until
