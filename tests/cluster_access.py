@@ -1,0 +1,150 @@
+"""What the cluster's files must agree on, second part: permissions, plugins, metrics, versions, index."""
+
+import json
+import re
+from collections.abc import Iterator
+
+from cluster_checks import CLUSTER, ROOT, Files, campaigns, documents, named
+
+from tasks import placement
+
+COMPONENTS = (
+    "EKS 1.31", "node group", "EFA", "NVLink", "NVSwitch", "GPUDirect RDMA", "DeepEP", "NCCL",
+    "device plugin", "one AZ", "SGLang container", "Spot", "S3", "buffer", "cache", "TorchX",
+)  # fmt: skip
+"""Of the published architecture; each has a row in the index of ``configs/cluster/README.md``."""
+FORBIDDEN = {"s3:*", "*", "s3:DeleteObjectVersion", "s3:PutBucketPolicy", "s3:PutLifecycleConfiguration"}
+
+
+def check_permissions(files: Files) -> Iterator[str]:
+    cluster = files["cluster/eksctl.yaml"][0]
+    buckets = {config.checkpoint.store.split("/")[2] for config in campaigns(files).values()}
+    addons = [a for addon in cluster["addons"] for a in addon.get("podIdentityAssociations", [])]
+    for identity in [*cluster["iam"]["podIdentityAssociations"], *addons]:
+        who, may = identity["serviceAccountName"], {}
+        for statement in identity["permissionPolicy"]["Statement"]:
+            for action in statement["Action"]:
+                if action in FORBIDDEN:
+                    yield f"{who} may {action}"
+                may.setdefault(action, []).extend(statement["Resource"])
+            if any(resource in ("*", "arn:aws:s3:::*") for resource in statement["Resource"]):
+                yield f"{who} may touch every bucket"
+        if not who.startswith("moe-rl-"):
+            continue
+        for bucket in buckets:
+            for action in ("s3:GetObject", "s3:GetObjectVersion"):
+                if f"arn:aws:s3:::{bucket}/campaigns/*" not in may.get(action, []):
+                    yield f"{who} must read the campaigns of {bucket}, even behind a delete marker: {action}"
+            writes = [r for r in may.get("s3:PutObject", []) if bucket in r]
+            is_reader = who == placement.ROLLOUT.service_account
+            if is_reader and writes != [f"arn:aws:s3:::{bucket}/campaigns/*/evaluations/*"]:
+                yield f"{who} may write {writes}: rollout nodes write evaluations alone"
+            if is_reader and may.get("s3:DeleteObject"):
+                yield f"{who} may delete"
+            if not is_reader and f"arn:aws:s3:::{bucket}/campaigns/*" not in writes:
+                yield f"{who} must write the campaigns of {bucket}"
+        if "arn:aws:s3:::moe-rl-flyte/*" not in may.get("s3:PutObject", []):
+            yield f"{who} must write its outputs to Flyte's bucket"
+    raw = files["cluster/flyte.yaml"][0]
+    if raw["configmap"]["core"]["propeller"]["rawoutput-prefix"] != f"s3://{raw['storage']['bucketName']}/":
+        yield "Flyte's raw outputs must go to its own bucket"
+
+
+def check_device_plugins(files: Files) -> Iterator[str]:
+    needed = {pool.name for pool in placement.POOLS if pool.gpus}
+    for plugin in documents(files, "DaemonSet"):
+        spec, name = plugin["spec"]["template"]["spec"], plugin["metadata"]["name"]
+        terms = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        (expression,) = terms["nodeSelectorTerms"][0]["matchExpressions"]
+        if expression["key"] != placement.POOL_LABEL or not needed <= set(expression["values"]):
+            yield f"{name} must run on {sorted(needed)}, got {expression}"
+        tolerated = {t["key"] for t in spec["tolerations"] if t["operator"] == "Exists"}
+        if not {placement.POOL_LABEL, placement.SPOT_TAINT} <= tolerated:
+            yield f"{name} does not tolerate every pool"
+        version = [int(n) for n in re.findall(r"\d+", spec["containers"][0]["image"].rpartition(":v")[2])]
+        if "efa" in name and version < [0, 5, 10]:
+            yield f"{name} {version} does not know p5en and p6: needs 0.5.10"
+    if len(documents(files, "DaemonSet")) != 2:
+        yield "one plugin for EFA and one for GPUs"
+
+
+def check_versions(files: Files) -> Iterator[str]:
+    cluster = files["cluster/eksctl.yaml"][0]
+    if tuple(int(n) for n in cluster["metadata"]["version"].split(".")) < (1, 31):
+        yield f"EKS must be 1.31 or newer, got {cluster['metadata']['version']}"
+    (operator,) = files["cluster/training-operator/kustomization.yaml"][0]["resources"]
+    if not operator.endswith("?ref=v1.9.4"):
+        yield f"Flyte submits jobs of training-operator v1, pinned to v1.9.4, got {operator}"
+    for kind in ("gpu", "cpu"):
+        spec = named(files, "EC2NodeClass", kind)["spec"]
+        if any("latest" in term.get("alias", "latest") for term in spec["amiSelectorTerms"]):
+            yield f"the AMI of {kind} must be pinned"
+        if spec.get("instanceStorePolicy") != "RAID0":
+            yield f"the NVMe of {kind} is no storage without instanceStorePolicy RAID0"
+        if spec["metadataOptions"].get("httpTokens") != "required":
+            yield f"{kind} nodes must require IMDSv2"
+    trainer = next(g for g in cluster["managedNodeGroups"] if g["name"] == "trainer")
+    if not trainer.get("efaEnabled"):
+        yield "the trainer's nodes have no EFA devices: efaEnabled"
+    if "strategy: RAID0" not in trainer.get("overrideBootstrapCommand", ""):
+        yield "the trainer's NVMe is not mounted: localStorage strategy RAID0"
+    if not trainer.get("placement", {}).get("groupName"):
+        yield "the trainer's nodes need a placement group"
+    if not trainer.get("capacityReservation") and not trainer.get("instanceMarketOptions"):
+        yield "the trainer's nodes need a reservation or a capacity block"
+    kueue = files["cluster/kueue-values.yaml"][0]["managerConfig"]["controllerManagerConfigYaml"]
+    if "kubeflow.org/pytorchjob" not in kueue or "waitForPodsReady" not in kueue:
+        yield "Kueue must hold PyTorchJobs and wait for all of their pods"
+
+
+def metric_names() -> set[str]:
+    """Those that the project's exporter writes, from an exporter's own output."""
+    from tasks.experience.watch import View, view_metrics
+
+    fields = {"campaign": "c", "iterations": {}, "barred": {}, "rejected": {}}
+    for name in ("total_samples", "total_tokens"):
+        fields[name] = 0
+    known = {name: value for name, value in fields.items() if name in View.__dataclass_fields__}
+    missing = {n: None for n in View.__dataclass_fields__ if n not in known}
+    return set(re.findall(r"# TYPE (\w+)", view_metrics(View(**known, **missing))))
+
+
+def check_metrics(files: Files) -> Iterator[str]:
+    exported = metric_names()
+    rules = documents(files, "PrometheusRule")[0]["spec"]["groups"]
+    alerts = [rule for group in rules for rule in group["rules"]]
+    expressions = {rule["alert"]: rule["expr"] for rule in alerts}
+    dashboard = json.loads((CLUSTER / "dashboard.json").read_text())
+    for panel in dashboard["panels"]:
+        expressions |= {f"panel {panel['title']}": t["expr"] for t in panel["targets"]}
+    for where, expression in expressions.items():
+        unknown = set(re.findall(r"\bmoe_rl_\w+", expression)) - exported
+        if unknown:
+            yield f"{where} uses {sorted(unknown)}, which nothing exports"
+        if expression.count("(") != expression.count(")"):
+            yield f"{where} is no expression"
+    for rule in alerts:
+        if not {"summary", "action"} <= rule["annotations"].keys() or "severity" not in rule["labels"]:
+            yield f"{rule['alert']} must say how bad it is, what is and what to do"
+    watch = named(files, "Deployment", "campaign-watch")["spec"]["template"]
+    monitor = documents(files, "PodMonitor")[0]["spec"]
+    if monitor["selector"]["matchLabels"].items() > watch["metadata"]["labels"].items():
+        yield "the PodMonitor selects no pod"
+    ports = {p["name"] for p in watch["spec"]["containers"][0]["ports"]}
+    if {e["port"] for e in monitor["podMetricsEndpoints"]} - ports:
+        yield "the PodMonitor scrapes a port that the pod does not have"
+
+
+def index_problems(readme: str) -> Iterator[str]:
+    """The README's table: every component, and files that exist."""
+    table = "\n".join(line for line in readme.splitlines() if line.startswith("|"))
+    for component in COMPONENTS:
+        if component not in table:
+            yield f"{component} has no row"
+    for name in re.findall(r"`([\w./*-]+\.(?:yaml|json|py|Dockerfile)|[\w-]+/)`", table):
+        if not list(CLUSTER.glob(name.rstrip("/"))) and not list(ROOT.glob(name.rstrip("/"))):
+            yield f"{name} does not exist"
+    for path in CLUSTER.iterdir():
+        shown = f"{path.name}/" if path.is_dir() else path.name
+        if shown not in table and not path.name.startswith(("README", "s3-")):
+            yield f"{shown} is in no row"
