@@ -24,6 +24,9 @@ class RolloutConfig(Section):
     oversample: float = Field(default=0.0, ge=0, le=1)
     """Share of prompts offered beyond ``prompts_per_iteration``. The iteration ends when that many groups are
     published; stragglers are dropped and counted. Which groups are the first is not repeatable."""
+    partial: Literal["drop", "keep"] = "drop"
+    """What becomes of responses that a worker has to abort: their tokens are sampled again, or kept and
+    continued. ``keep`` gives up bits that repeat (``train.deterministic`` then covers training alone)."""
     groups_per_portion: int = Field(default=64, ge=1)
     """Prompt groups that one lease covers."""
     max_portions_per_worker: int = Field(default=0, ge=0)

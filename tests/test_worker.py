@@ -15,7 +15,7 @@ from policies import save_tiny_policy
 from tasks.engine.embedded import EmbeddedEngine
 from tasks.engine.notices import Departure
 from tasks.engine.protocol import SamplingParams
-from tasks.engine.worker import RolloutWorker
+from tasks.engine.worker import RolloutWorker, WorkDone
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.errors import PolicyVersionMismatch
 from tasks.experience.records import WorkItem
@@ -235,7 +235,7 @@ def test_an_interrupted_chunk_is_redone_whole_only_where_bits_must_repeat(buffer
         buffer, "x", engine=_loaded(HalfAborted(batch_size=16), folder), is_deterministic=is_deterministic
     )
     prompts = from_bytes(lease.item.payload, schema=PromptFrame).rows(named=True)
-    groups, _, is_whole = worker.sample(lease, prompts)
+    groups, _, is_whole = worker.sample(lease, prompts, WorkDone())
     assert not is_whole and len(groups) == (0 if is_deterministic else 1)
 
 

@@ -41,6 +41,7 @@ def make_worker(
         group_size=rollout.group_size,
         chunk_samples=rollout.batch_size,
         is_deterministic=config.train.deterministic,
+        keeps_partial=rollout.partial == "keep",
         quota_groups=rollout.quota_groups,
         departure=departure,
     )

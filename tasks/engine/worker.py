@@ -7,6 +7,7 @@ and hands the rest back. Groups are identified by what they are samples of, so w
 
 What surprises: in deterministic mode a chunk that was interrupted is sampled again whole. The last bits of a
 log-probability depend on the rows a matrix product is made with, so only equal batches repeat bit for bit.
+Where partial responses are kept, their tokens go on from where they are, and bits may differ.
 """
 
 import math
@@ -18,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.engine.notices import Departure
-from tasks.engine.protocol import Completion, Engine, Request, SamplingParams
+from tasks.engine.partial import Begun, Row, group_rows, is_finished, read_parked, requests_of
+from tasks.engine.protocol import Engine, SamplingParams
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.errors import LeaseLost
 from tasks.experience.ledger import seed_of
 from tasks.experience.records import Group, Lease
-from tasks.experience.routing import pack
 from tasks.schema import PromptFrame, RolloutFrame, from_bytes, make_frame, to_bytes
 
 POLL_SECONDS = 0.2
@@ -41,6 +42,8 @@ class WorkDone:
     num_samples: int = 0
     num_tokens: int = 0
     """Every token that was sampled, published or not."""
+    num_parked: int = 0
+    """Tokens of unfinished responses that were kept for whoever goes on."""
     seconds: float = 0.0
 
 
@@ -57,6 +60,8 @@ class RolloutWorker:
     chunk_samples: int
     """Samples that are decoded and published together; at least one group."""
     is_deterministic: bool = True
+    keeps_partial: bool = False
+    """Whether the tokens of interrupted responses are kept and continued."""
     quota_groups: int = 0
     """Published groups at which the iteration is closed, by whoever gets there; 0 = never."""
     departure: Departure = field(default_factory=lambda: Departure(grace_seconds=math.inf))
@@ -112,10 +117,12 @@ class RolloutWorker:
             missing = [prompt for prompt in chunk if prompt["prompt_id"] not in known]
             if not missing:
                 continue
-            if is_lost.is_set() or self.departure.seconds_left() < self._chunk_seconds:
+            needed = 0.0 if self.keeps_partial else self._chunk_seconds
+            if is_lost.is_set() or self.departure.seconds_left() <= needed:
                 return False
             start = time.monotonic()
-            groups, num_tokens, is_whole = self.sample(lease, chunk if self.is_deterministic else missing)
+            repeats = self.is_deterministic and not self.keeps_partial
+            groups, num_tokens, is_whole = self.sample(lease, chunk if repeats else missing, done)
             done.num_tokens += num_tokens
             if groups and not is_lost.is_set():
                 seconds = time.monotonic() - start
@@ -135,58 +142,57 @@ class RolloutWorker:
         """Groups of the portion that an earlier attempt published."""
         return self.buffer.published(lease.item, [prompt["prompt_id"] for prompt in prompts])
 
-    def sample(self, lease: Lease, prompts: Sequence[dict[str, Any]]) -> tuple[list[Group], int, bool]:
+    def sample(self, lease: Lease, prompts: Sequence[Row], done: WorkDone) -> tuple[list[Group], int, bool]:
         """The finished groups of some prompts, tokens sampled, and whether none was aborted."""
-        if self.engine.version != lease.item.policy_version:
+        version = lease.item.policy_version
+        if self.engine.version != version:
             raise RuntimeError(
                 f"portion {lease.item.item_id} must be sampled by policy version "
-                f"{lease.item.policy_version}, the engine holds version {self.engine.version}. "
+                f"{version}, the engine holds version {self.engine.version}. "
                 "Load the required version first."
             )
-        requests = [
-            Request(
-                prompt_ids=tuple(prompt["prompt_ids"]),
-                seeds=tuple(
-                    seed_of(self.base_seed, prompt["iteration"], prompt["prompt_id"], index)
-                    for index in range(self.group_size)
-                ),
+        begun = self._begun(lease, prompts)
+        requests = [requests_of(prompt, begun, self._seeds(prompt)) for prompt in prompts]
+        completions = iter(self.engine.generate([one for each in requests for one in each], self.params))
+        answers = [[next(completions) for _ in each] for each in requests]
+        num_tokens = sum(len(c.response_ids) for each in answers for group in each for c in group)
+        groups = [
+            group_rows(
+                prompt,
+                begun,
+                each,
+                group_size=self.group_size,
+                policy_version=version,
+                params=self.params,
             )
-            for prompt in prompts
+            for prompt, each in zip(prompts, answers, strict=True)
         ]
-        completions = self.engine.generate(requests, self.params)
-        num_tokens = sum(len(c.response_ids) for group in completions for c in group)
-        finished = [pair for pair in zip(prompts, completions, strict=True) if not _is_aborted(pair[1])]
+        finished = [rows for rows in groups if is_finished(rows, self.group_size)]
         is_whole = len(finished) == len(prompts)
-        if self.is_deterministic and not is_whole:
+        if self.keeps_partial:
+            rest = [rows for rows in groups if rows and not is_finished(rows, self.group_size)]
+            done.num_parked += self._park(lease, rest)
+        elif self.is_deterministic and not is_whole:
             return [], num_tokens, False  # sampled again whole, so nothing of it may be stored
-        return self._groups(finished, lease.item.policy_version), num_tokens, is_whole
+        return _packed(finished), num_tokens, is_whole
 
-    def _groups(
-        self, finished: Sequence[tuple[dict[str, Any], list[Completion]]], policy_version: int
-    ) -> list[Group]:
-        rows: list[dict[str, Any]] = [
-            {
-                **prompt,
-                "sample_index": index,
-                "policy_version": policy_version,
-                "response_ids": completion.response_ids,
-                "behavior_logprob": completion.logprobs,
-                "finish_reason": completion.finish_reason,
-                **_routing(completion, self.params),
-            }
-            for prompt, completions in finished
-            for index, completion in enumerate(completions)
-        ]
-        frame = make_frame(rows, RolloutFrame)  # validated once a chunk, stored once a group
-        size = self.group_size
+    def _seeds(self, prompt: Row) -> list[int]:
         return [
-            Group(
-                group_id=prompt["prompt_id"],
-                num_samples=size,
-                payload=to_bytes(frame.slice(i * size, size)),
-            )
-            for i, (prompt, _) in enumerate(finished)
+            seed_of(self.base_seed, prompt["iteration"], prompt["prompt_id"], index)
+            for index in range(self.group_size)
         ]
+
+    def _begun(self, lease: Lease, prompts: Sequence[Row]) -> Begun:
+        """What earlier attempts, or the iteration before, left of these groups."""
+        if not self.keeps_partial:
+            return {}
+        names = [prompt["prompt_id"] for prompt in prompts]
+        return read_parked(self.buffer.parked(lease.item, names))
+
+    def _park(self, lease: Lease, groups: Sequence[Sequence[Row]]) -> int:
+        """Keep unfinished groups; returns their tokens, 0 where another attempt has the portion by now."""
+        stored = self.buffer.park(lease, _packed(groups)) if groups else 0
+        return sum(len(row["response_ids"]) for rows in groups for row in rows) if stored else 0
 
     @contextmanager
     def _attended(self, lease: Lease) -> Iterator[threading.Event]:
@@ -216,21 +222,11 @@ class RolloutWorker:
             thread.join()
 
 
-def _routing(completion: Completion, params: SamplingParams) -> dict[str, bytes]:
-    """The columns of the routing record that was asked for; an engine that left it out is an error."""
-    if params.record_routing == "none":
-        return {}
-    found = {"routed_experts": completion.routed_experts}
-    if params.record_routing == "experts_and_weights":
-        found["routed_weights"] = completion.routed_weights
-    columns = {name: pack(array) for name, array in found.items() if array is not None}
-    if len(columns) < len(found):
-        raise RuntimeError(
-            f"the engine must record {params.record_routing} for every response, got {sorted(columns)}. Set "
-            "rollout.record_routing to what it can record."
-        )
-    return columns
-
-
-def _is_aborted(completions: Sequence[Completion]) -> bool:
-    return any(completion.finish_reason == "abort" for completion in completions)
+def _packed(groups: Sequence[Sequence[Row]]) -> list[Group]:
+    """Validated together, stored a group at a time."""
+    frame, first, packed = make_frame([row for rows in groups for row in rows], RolloutFrame), 0, []
+    for rows in groups:
+        payload = to_bytes(frame.slice(first, len(rows)))
+        packed.append(Group(group_id=rows[0]["prompt_id"], num_samples=len(rows), payload=payload))
+        first += len(rows)
+    return packed

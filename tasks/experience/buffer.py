@@ -206,6 +206,26 @@ class ExperienceBuffer:
         found = server.read("hmget", self._shards.key(item.iteration, "published"), list(group_ids))
         return {group_id for group_id, entry in zip(group_ids, found, strict=True) if entry is not None}
 
+    def park(self, lease: Lease, groups: Sequence[Group]) -> int:
+        """Keep what unfinished groups have so far, for whoever goes on; returns how many were kept.
+
+        None of an item that another attempt holds, nor where the server is out of memory: parking saves work
+        and must never stand in a departing worker's way.
+        """
+        argv: list[Any] = [lease.entry_id, lease.worker, lease.attempt]
+        for group in groups:
+            argv += [group.group_id, group.payload]
+        try:
+            return int(self._shards.run_for(lease.item, "park", argv))
+        except OutOfMemoryError:
+            return 0
+
+    def parked(self, item: WorkItem, group_ids: Sequence[str]) -> dict[str, bytes]:
+        """What was kept of the item's groups, where anything was."""
+        server = self._shards.servers[self._shards.of(item)]
+        found = server.read("hmget", self._shards.key(item.iteration, "parked"), list(group_ids))
+        return {name: payload for name, payload in zip(group_ids, found, strict=True) if payload is not None}
+
     def take_rollouts(self, scorer: str, *, iteration: int, max_groups: int) -> list[tuple[str, Group]]:
         """Take groups to score, under the same lease rule as work. The handle names entry and attempt."""
         return [

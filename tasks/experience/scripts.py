@@ -24,6 +24,7 @@ KEY_NAMES = (
     "published",  # hash group id -> "entry bytes" in ``rollouts``
     "done",  # hash item id -> the settled item, packed: a refused group puts it on the queue again
     "redo",  # set of item ids that are leased while one of their groups was refused
+    "parked",  # hash group id -> what its interrupted samples have so far
     "unscored",  # hash group id -> "samples reason", a line break, the payload
     "scored",  # hash group id -> 4 bytes of sample count, then the payload
     "workers",  # hash "tokens worker" | "samples worker" | "ms worker" -> total of what it published
@@ -235,6 +236,7 @@ for i = 8, #ARGV, 3 do
     local entry = call('XADD', rollouts, '*', 'id', ARGV[i], 'samples', ARGV[i + 1], 'item', ARGV[5],
                        'worker', ARGV[2], 'payload', ARGV[i + 2])
     call('HSET', published, ARGV[i], entry .. ' ' .. #ARGV[i + 2])
+    call('HDEL', parked, ARGV[i])
     groups, samples, stored = groups + 1, samples + ARGV[i + 1], stored + #ARGV[i + 2]
   else
     duplicates = duplicates + 1
@@ -251,6 +253,22 @@ call('HINCRBY', workers, 'samples ' .. ARGV[2], samples)
 call('HINCRBY', workers, 'tokens ' .. ARGV[2], ARGV[6])
 call('HINCRBY', workers, 'ms ' .. ARGV[2], ARGV[7])
 return {{1, groups}}
+"""
+
+# Keep what a group has so far. Only the holder of the item may, since an older attempt knows less; of a
+# closed iteration whoever comes first.
+# ARGV: entry, worker, attempt, then (group id, payload) each -> how many were kept
+PARK = """
+if call('HEXISTS', counters, 'dropped') == 1 then return 0 end
+local closed, kept = is_closed(), 0
+if not closed and not held(work, ARGV[1], ARGV[2], ARGV[3]) then return 0 end
+for i = 4, #ARGV, 2 do
+  if call('HEXISTS', published, ARGV[i]) == 0 then
+    if closed then kept = kept + call('HSETNX', parked, ARGV[i], ARGV[i + 1])
+    else call('HSET', parked, ARGV[i], ARGV[i + 1]); kept = kept + 1 end
+  end
+end
+return kept
 """
 
 # ARGV: scorer, then (entry, attempt, group id, packed scored group) each
@@ -354,6 +372,7 @@ ALL = {
     "fail": FAIL,
     "settle": SETTLE,
     "publish": PUBLISH,
+    "park": PARK,
     "publish_scored": PUBLISH_SCORED,
     "refuse": REFUSE,
     "close": CLOSE,
