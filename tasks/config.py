@@ -58,14 +58,7 @@ class CampaignConfig(Section):
 
     @model_validator(mode="after")
     def _relations_between_sections(self) -> Self:
-        field, experts = self.model.experts
-        for name, size in (("ep", self.train.ep), ("fsdp", self.train.fsdp)):
-            if experts % size:
-                both = [size for size in divisors(self.train.world_size) if experts % size == 0]
-                raise ValueError(
-                    f"train.{name} must divide {field}, got {name}={size}, num_experts={experts}. "
-                    f"Set train.{name} to one of {both}."
-                )
+        self._check_mesh()
         if self.algorithm.num_minibatches > self.rollout.samples_per_iteration:
             raise ValueError(
                 f"algorithm.num_minibatches must be at most the {self.rollout.samples_per_iteration} samples "
@@ -79,6 +72,26 @@ class CampaignConfig(Section):
                 f"{self.environment.num_digits + 4}."
             )
         return self
+
+    def _check_mesh(self) -> None:
+        """Against what the configuration knows of the model; a checkpoint's own file says the rest."""
+        grid, (field, experts) = self.train.grid, self.model.experts
+        product = "fsdp" if grid.cp * grid.tp == 1 else "fsdp * cp * tp"
+        for name, size in (("ep", grid.ep), (product, grid.expert_shards)):
+            if experts % size:
+                both = [size for size in divisors(grid.stage_size) if experts % size == 0]
+                raise ValueError(
+                    f"train.{name} must divide {field}, got {name}={size}, num_experts={experts}. "
+                    f"Set train.{name} to one of {both}."
+                )
+        if not self.model.folder:
+            shape = self.model.random
+            grid.check_model(
+                "model.random",
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                num_layers=shape.num_layers,
+            )
 
     @classmethod
     def model_validate_json(

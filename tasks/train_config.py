@@ -4,7 +4,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from tasks.section import Section, divisors
+from tasks.grid import Grid
+from tasks.section import Section
 
 TOPOLOGIES = {"laptop_1x2": (1, 2), "node_1x8": (1, 8), "cluster_16x8": (16, 8)}
 """Trainer topologies: name -> (nodes, ranks a node). Flyte fixes a topology when a task is registered, so
@@ -16,8 +17,14 @@ class TrainConfig(Section):
     ep: int = Field(default=2, ge=1)
     """Expert-parallel size: ranks of one group hold disjoint experts."""
     fsdp: int = Field(default=1, ge=1)
-    """Ranks over which dense parameters are split, and experts over ``fsdp / ep``; 1 keeps both whole. The
-    ranks that are left hold copies."""
+    """Ranks with other samples over which, together with their cp ranks, dense parameters are split; experts
+    over ``fsdp * cp * tp / ep``. 1 keeps both whole. The ranks that are left hold copies."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel size: ranks that share attention heads, dense widths and the vocabulary."""
+    cp: int = Field(default=1, ge=1)
+    """Context-parallel size: ranks that share the positions of every sample."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline stages: blocks of ranks that hold consecutive layers."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations and the weights they meet; master weights, gradients and their sums are float32."""
     dispatcher: Literal["local", "all_to_all"] = "all_to_all"
@@ -68,23 +75,19 @@ class TrainConfig(Section):
         return nodes * ranks
 
     @property
+    def grid(self) -> Grid:
+        return Grid(
+            world_size=self.world_size, ep=self.ep, fsdp=self.fsdp, tp=self.tp, cp=self.cp, pp=self.pp
+        )
+
+    @property
     def kernels(self) -> dict[str, str]:
         """What computes each part of a step that has a fused kernel."""
         return {"logprob": self.logprob_kernel, "experts": self.expert_kernel, "norms": self.norm_kernel}
 
     @model_validator(mode="after")
     def _ranks_make_a_grid(self) -> Self:
-        if self.world_size % self.ep:
-            raise ValueError(
-                f"ep must divide the {self.world_size} ranks of topology {self.topology}, got ep={self.ep}. "
-                f"Set ep to one of {divisors(self.world_size)}."
-            )
-        choices = [1, *(size for size in divisors(self.world_size)[1:] if size % self.ep == 0)]
-        if self.fsdp not in choices:
-            raise ValueError(
-                f"fsdp must divide the {self.world_size} ranks of topology {self.topology} and be 1 or a "
-                f"multiple of ep, got fsdp={self.fsdp}, ep={self.ep}. Set fsdp to one of {choices}."
-            )
+        self.grid.checked()
         if self.stuck_after_seconds >= self.collective_timeout_seconds:
             raise ValueError(
                 "stuck_after_seconds must be below collective_timeout_seconds, or the run ends before a "
@@ -95,6 +98,11 @@ class TrainConfig(Section):
             raise ValueError(
                 "router_aux_loss_coefficient must be 0 with freeze_router, which leaves it nothing to train, "
                 f"got {self.router_aux_loss_coefficient}. Set one of them to its default."
+            )
+        if self.router_aux_loss_coefficient and self.cp * self.pp > 1:
+            raise ValueError(
+                "router_aux_loss_coefficient must be 0 with cp or pp above 1: it is of whole sequences and "
+                f"all layers, got cp={self.cp}, pp={self.pp}. Set it to 0, or cp and pp to 1."
             )
         if (self.dispatcher == "local") != (self.ep == 1):
             raise ValueError(
@@ -109,6 +117,11 @@ class TrainConfig(Section):
             raise ValueError(
                 f"fused kernels need CUDA and so backend 'nccl', got backend={self.backend!r}, "
                 f"{self.kernels}. Set the kernels to 'torch' or the backend to 'nccl'."
+            )
+        if self.logprob_kernel == "fused" and self.tp * self.cp * self.pp > 1:
+            raise ValueError(
+                "logprob_kernel 'fused' must have whole rows and the whole vocabulary on a rank, got "
+                f"tp={self.tp}, cp={self.cp}, pp={self.pp}. Set logprob_kernel to 'torch' or these to 1."
             )
         # either makes fully_shard hold the parameters, and the head's own are whole only while it runs
         if self.logprob_kernel == "fused" and (self.fsdp > 1 or self.compute_dtype != "float32"):

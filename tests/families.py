@@ -28,12 +28,12 @@ _COMMON = {
 }
 
 
-def tiny_policy(family: str, seed: int = 0) -> PreTrainedModel:
+def tiny_policy(family: str, seed: int = 0, vocab_size: int = VOCAB) -> PreTrainedModel:
     """All experts, float32. Weights have standard deviation 0.2, not 0.02: at 0.02 experts do not show."""
     if family in ("qwen3_moe", "deepseek_v3"):
         model = build_random(
             family,  # type: ignore[arg-type]
-            vocab_size=VOCAB,
+            vocab_size=vocab_size,
             num_layers=2,
             hidden_size=32,
             num_heads=4,
@@ -47,7 +47,9 @@ def tiny_policy(family: str, seed: int = 0) -> PreTrainedModel:
             pad_token_id=0,
         )
     else:
-        model = AutoModelForCausalLM.from_config(_config(family), dtype=torch.float32).eval()
+        config = _config(family)
+        config.vocab_size = vocab_size
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

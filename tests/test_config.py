@@ -68,6 +68,35 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
             ["train.fsdp must divide model.random.num_experts", "[1, 2, 4]"],
         ),
         (
+            {"train": {"topology": "node_1x8", "tp": 4, "cp": 4}},
+            ["train: cp must divide the 2 ranks that the other axes leave of 8, got cp=4", "[1, 2]"],
+        ),
+        ({"train": {"pp": 3}}, ["train: pp must divide the 2 ranks", "got pp=3", "[1, 2]"]),
+        (
+            {"train": {"topology": "node_1x8", "pp": 4, "ep": 4}},
+            ["train: ep must divide the 2 ranks of a pipeline stage, got ep=4", "[1, 2]"],
+        ),
+        (
+            {"train": {"topology": "node_1x8", "tp": 2, "ep": 8, "fsdp": 2}},
+            ["make fsdp * cp * tp (cp * tp is 2) a multiple of ep, got fsdp=2, ep=8", "[1, 4]"],
+        ),
+        (
+            {"train": {"topology": "node_1x8", "tp": 4}},
+            ["train.tp must divide num_kv_heads of model.random, got tp=4, num_kv_heads=2", "[1, 2]"],
+        ),
+        (
+            {"train": {"topology": "node_1x8", "pp": 8, "ep": 1, "dispatcher": "local"}},
+            ["train.pp must be at most num_layers of model.random, got pp=8, num_layers=2", "[1, 2]"],
+        ),
+        (
+            {"train": {"topology": "node_1x8", "cp": 2, "router_aux_loss_coefficient": 0.1}},
+            ["router_aux_loss_coefficient must be 0 with cp or pp above 1", "cp=2, pp=1"],
+        ),
+        (
+            {"train": {"topology": "node_1x8", "tp": 2, "backend": "nccl", "logprob_kernel": "fused"}},
+            ["logprob_kernel 'fused' must have whole rows", "tp=2, cp=1, pp=1"],
+        ),
+        (
             {"model": {"random": {"num_experts": 7}}},
             ["train.ep must divide model.random.num_experts", "[1]"],
         ),

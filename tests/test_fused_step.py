@@ -18,12 +18,12 @@ from torch import Tensor
 from tasks.policy.dispatch import AllToAllDispatcher, LocalDispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.fsdp import shard_parameters
+from tasks.policy.logprobs import logprobs_without_logits, token_logprobs_and_entropy
 from tasks.policy.mesh import make_mesh
 from tasks.policy.norms import use_fused_norms
 from tasks.policy.packed import packed_attention_mask
 from tasks.policy.recompute import checkpoint_activations
 from tasks.policy.shards import whole_tensor
-from tasks.policy.trainer import logprobs_without_logits, token_logprobs_and_entropy
 
 FUSED_FAMILIES = ["qwen3_moe", "deepseek_v3", "mixtral", "glm4_moe"]
 

@@ -68,7 +68,9 @@ def layer(name):
 
 
 CONFIGURATION = {path.stem for path in (ROOT / "tasks").glob("*config.py")}
-SHARED_VALUES = {f"tasks.{name}" for name in CONFIGURATION | {"section", "records", "schema", "session"}}
+SHARED_VALUES = {
+    f"tasks.{name}" for name in CONFIGURATION | {"section", "grid", "records", "schema", "session"}
+}
 """Files of ``tasks/`` that the packages read: values and how to open what they name. They hold no task."""
 
 

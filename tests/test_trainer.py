@@ -2,83 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from families import tiny_policy, token_ids
 from ranks import run_ranks
+from steps import MicroBatch, micro_batch, one_step, single_process, weighted_loss
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.fsdp import shard_parameters
-from tasks.policy.mesh import ParallelMesh, clip_gradients, make_mesh, reduce_gradients, split_parameters
-from tasks.policy.names import disk_pieces
-from tasks.policy.shards import local_tensor, whole_tensor
+from tasks.policy.mesh import clip_gradients, make_mesh, reduce_gradients, split_parameters
+from tasks.policy.shards import local_tensor
 from tasks.policy.trainer import make_optimizer, token_logprobs_and_entropy, train_minibatch
 from tasks.policy.weights import disk_tensors, tensor_digest
-
-MicroBatch = Mapping[str, Tensor]
-NUM_TOKENS = 100
-
-
-def micro_batch(seed: int) -> MicroBatch:
-    """Three sequences, the last two padded by one and two tokens, with random advantages."""
-    input_ids = token_ids(seed)
-    mask = torch.ones_like(input_ids)
-    mask[1, -1:], mask[2, -2:] = 0, 0
-    advantage = torch.randn(input_ids.shape, generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": input_ids, "attention_mask": mask, "advantage": advantage}
-
-
-def weighted_loss(
-    logprob_BL: Tensor, entropy_BL: Tensor, batch: MicroBatch
-) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = -(logprob_BL * batch["advantage"] + 0.1 * entropy_BL).sum() / NUM_TOKENS
-    return loss, {"entropy": entropy_BL.sum(), "tokens": batch["attention_mask"][:, 1:].sum()}
-
-
-def one_step(
-    model: PreTrainedModel, mesh: ParallelMesh, batches: Sequence[MicroBatch], *, max_grad_norm: float = 0.05
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics, and the clipped gradients that the optimizer saw, by disk name."""
-    optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
-    gradients: dict[str, Tensor] = {}
-
-    def record(*_: object) -> None:
-        params = dict(model.named_parameters())
-        for piece in disk_pieces(model):
-            if (piece.is_local or piece.shard is None) and piece.model_name in params:
-                gradient = params[piece.model_name].grad
-                assert gradient is not None
-                if piece.shard is None:
-                    gradients[piece.disk_name] = whole_tensor(gradient).clone()
-                else:
-                    gradients[piece.disk_name] = piece.view(gradient).clone()
-
-    optimizer.register_step_pre_hook(record)
-    metrics = train_minibatch(
-        model,
-        optimizer,
-        mesh,
-        batches,
-        weighted_loss,
-        num_global_tokens=NUM_TOKENS,
-        max_grad_norm=max_grad_norm,
-    )
-    return metrics, gradients
-
-
-def single_process(model: PreTrainedModel, batches: Sequence[MicroBatch], *, max_grad_norm: float = 0.05):
-    model = copy.deepcopy(model)
-    attach_dispatcher(model, LocalDispatcher())
-    metrics, gradients = one_step(model, make_mesh(1, 1), batches, max_grad_norm=max_grad_norm)
-    return metrics, gradients, dict(disk_tensors(model))
 
 
 def check_step(
@@ -296,7 +237,7 @@ def test_gradients_are_summed_where_a_parameter_is_shared_and_counted_once_in_th
 
 
 def test_a_mesh_or_norm_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match=r"ep must divide world_size, got ep=3, .* \[1, 2, 4, 8\]"):
+    with pytest.raises(ValueError, match=r"ep must divide the 8 ranks, got ep=3. .* \[1, 2, 4, 8\]"):
         make_mesh(8, 3)
     with pytest.raises(ValueError, match=r"got world_size=2 and no process group"):
         make_mesh(2, 1)

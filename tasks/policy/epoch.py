@@ -89,7 +89,7 @@ def _step(
     trainee: Trainee, number: int, members: list[dict[str, Any]], config: CampaignConfig, *, objective: str
 ) -> dict[str, float]:
     mesh, settings = trainee.mesh, config.train
-    share = rank_share(members, rank=mesh.rank, world_size=mesh.world_size)
+    share = rank_share(members, rank=mesh.share, world_size=mesh.num_shares)
     plan = plan_micro_batches(share, max_tokens=settings.micro_batch_tokens, packing=settings.packing)
     num_global_tokens = num_trained_tokens(members)
     trainee.progress.at("mini-batch", number)

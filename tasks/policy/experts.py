@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from tasks.policy.collectives import give_tokens, take_tokens
 from tasks.policy.dispatch import Dispatcher, experts_per_rank
 from tasks.policy.permute import Placement, gather_rows, invert, sum_rows
 from tasks.policy.shards import local_rows
@@ -74,6 +75,7 @@ def attach_dispatcher(
             setattr(module, leaf, nn.Parameter(local, requires_grad=param.requires_grad))
         module.expert_shard = shard
         module.dispatcher = dispatcher
+        module.token_group = None  # or the ranks that hold the same tokens, of which each sends a part
         module.compute_rows = partial(fused_weighted_rows if kernel == "fused" else weighted_rows, module)
         module.expert_load_e = torch.zeros(count, dtype=torch.int64)
     model.set_experts_implementation(IMPLEMENTATION)
@@ -113,11 +115,13 @@ def expert_parallel_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Transformers' experts interface: route out, compute the local experts, bring back."""
-    sent = self.dispatcher.dispatch(
-        hidden_states, top_k_index, top_k_weights, num_experts=self.expert_shard.num_experts
+    x_TD, expert_TK, weight_TK = take_tokens(
+        self.token_group, hidden_states, top_k_index, top_k_weights, fill=(0, -1, 0)
     )
+    sent = self.dispatcher.dispatch(x_TD, expert_TK, weight_TK, num_experts=self.expert_shard.num_experts)
     y_RD = local_experts(self, sent.x_RD, sent.expert_RK, sent.weight_RK)
-    return self.dispatcher.combine(y_RD, sent.handle)
+    y_TD = self.dispatcher.combine(y_RD, sent.handle)
+    return give_tokens(self.token_group, y_TD, len(hidden_states))
 
 
 def local_experts(experts: Any, x_RD: Tensor, expert_RK: Tensor, weight_RK: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Fully sharded data parallelism: a rank keeps its rows of the parameters and fetches others layer by layer.
 
-Dense parameters are split over ``fsdp`` ranks and experts, already disjoint over ``ep``, over ``efsdp``;
-copies of all that are kept ``dp_replicate`` times. Gradients are summed, never averaged: losses are divided
-by the global token count beforehand. Master weights, gradients and their sums are float32 whatever the type
-that is computed in.
+Dense parameters, or their tp parts, are split over ``fsdp * cp`` ranks and experts, already disjoint over
+``ep``, over ``efsdp``; copies of all that are kept ``dp_replicate`` times. Gradients are summed, never
+averaged: losses are divided by the global token count beforehand. Master weights, gradients and their sums
+are float32 whatever the type that is computed in.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def shard_parameters(model: PreTrainedModel, mesh: ParallelMesh, *, compute_dtyp
     )
     for name, module in list(experts_modules(model)):
         num_experts = module.expert_shard.num_experts
-        if num_experts % (mesh.efsdp * mesh.ep):
+        if num_experts % mesh.expert_shards:
             choices = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
             raise ValueError(
                 f"efsdp * ep must divide the {num_experts} experts of {name}, got {mesh.efsdp} * {mesh.ep}. "
-                f"Set fsdp to one of {choices}."
+                f"Set fsdp * cp * tp to one of {choices}."
             )
         fully_shard(module, mesh=experts, mp_policy=as_they_come)
     for module in list(model.modules()):
@@ -61,12 +61,12 @@ def is_fully_sharded(model: nn.Module) -> bool:
 
 
 def _dense_mesh(mesh: ParallelMesh, device: str) -> DeviceMesh:
-    ranks = torch.arange(mesh.world_size).view(-1, mesh.fsdp)
-    whole = DeviceMesh(device, ranks, mesh_dim_names=("dp_replicate", "fsdp"))
-    return whole if ranks.shape[0] > 1 else whole["fsdp"]
+    ranks = torch.arange(mesh.world_size).view(mesh.pp, -1, mesh.dense_shards, mesh.tp)
+    whole = DeviceMesh(device, ranks, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    return whole["dp_replicate", "fsdp"] if ranks.shape[1] > 1 else whole["fsdp"]
 
 
 def _expert_mesh(mesh: ParallelMesh, device: str) -> DeviceMesh:
-    ranks = torch.arange(mesh.world_size).view(-1, mesh.efsdp, mesh.ep)
-    whole = DeviceMesh(device, ranks, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
-    return whole["dp_replicate", "efsdp"] if ranks.shape[0] > 1 else whole["efsdp"]
+    ranks = torch.arange(mesh.world_size).view(mesh.pp, -1, mesh.efsdp, mesh.ep)
+    whole = DeviceMesh(device, ranks, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
+    return whole["dp_replicate", "efsdp"] if ranks.shape[1] > 1 else whole["efsdp"]

@@ -23,7 +23,7 @@ from transformers import (
 from tasks.policy.dispatch import Dispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.names import Piece, disk_pieces, stored_tensors
-from tasks.policy.shards import Rows
+from tasks.policy.place import layout_of
 
 
 def build_random(
@@ -158,20 +158,25 @@ def read_pieces(
     for path, names in names_by_path.items():
         with safe_open(path, framework="pt") as file:
             for piece in (pieces[name] for name in names if name in pieces):
-                if piece.rows is not None and piece.is_local:
-                    yield piece, _read_rows(file, piece.disk_name, piece.rows)
+                if piece.is_local and (piece.rows or piece.columns) is not None:
+                    yield piece, _read_block(file, piece)
                 elif piece.is_local:
                     yield piece, file.get_tensor(piece.disk_name)
 
 
-def _read_rows(file: Any, disk_name: str, rows: Rows) -> Tensor:
-    handle = file.get_slice(disk_name)
-    if (got := handle.get_shape()[0]) != rows.total:  # a block of another tensor could fit by chance
-        raise ValueError(
-            f"{disk_name} must have {rows.total} rows, got {got}. "
-            "Check that config.json belongs to these weights."
-        )
-    return handle[rows.start : rows.start + rows.count]
+def _read_block(file: Any, piece: Piece) -> Tensor:
+    handle = file.get_slice(piece.disk_name)
+    shape, place = handle.get_shape(), [slice(None), slice(None)]
+    for axis, (name, block) in enumerate((("rows", piece.rows), ("columns", piece.columns))):
+        if block is None:
+            continue
+        if len(shape) <= axis or shape[axis] != block.total:  # a block of another tensor could fit by chance
+            raise ValueError(
+                f"{piece.disk_name} must have {block.total} {name}, got {shape}. "
+                "Check that config.json belongs to these weights."
+            )
+        place[axis] = slice(block.start, block.start + block.count)
+    return handle[tuple(place[: len(shape)])]
 
 
 def tensor_files(folder: Path, stem: str) -> list[Path]:
@@ -192,10 +197,11 @@ def tensor_files(folder: Path, stem: str) -> list[Path]:
 
 
 def _superfluous_names(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Second copies of tied weights, and what the family itself passes over (DeepSeek's prediction layer)."""
-    tied = set(model.all_tied_weights_keys)
+    """Second copies of tied weights, what the family itself passes over (DeepSeek's prediction layer), and
+    what other pipeline stages hold."""
+    passed = layout_of(model).elsewhere | set(model.all_tied_weights_keys)
     patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or []]
-    return lambda name: name in tied or any(pattern.search(name) for pattern in patterns)
+    return lambda name: name in passed or any(pattern.search(name) for pattern in patterns)
 
 
 def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -22,7 +22,8 @@ from transformers.core_model_loading import (
 )
 
 from tasks.policy.experts import ExpertShard, expert_shards
-from tasks.policy.shards import Rows, is_split, local_rows, local_tensor
+from tasks.policy.place import layout_of
+from tasks.policy.shards import Rows, disk_block, local_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,8 @@ class Piece:
     num_parts: int = 1
     rows: Rows | None = None
     """The rows of the disk tensor that this rank holds, where that need not be all of them."""
+    columns: Rows | None = None
+    """Likewise along the second axis."""
 
     @property
     def is_local(self) -> bool:
@@ -69,23 +72,27 @@ def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def disk_pieces(model: PreTrainedModel) -> list[Piece]:
-    """Every tensor of the whole checkpoint, those of other ranks included, in the model's order."""
+    """Every tensor on disk that belongs to this pipeline stage, those of its other ranks included."""
     # As transformers does when it saves a model built from a configuration: prefix changes lose information.
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     transforms = [t for t in transforms if not isinstance(t, PrefixChange)]
     reverse = [t.reverse_transform() for t in reversed(transforms)]
-    shards = expert_shards(model)
+    shards, splits = expert_shards(model), layout_of(model).splits
     pieces = []
     for name, tensor in stored_tensors(model):
-        rows = local_rows(tensor) if is_split(tensor) else None
+        rows, columns = disk_block(tensor, splits.get(name))
         if shard := shards.get(name):  # on disk a stack holds the experts of all ranks
             rows = Rows(start=shard.start, count=shard.count, total=shard.num_experts)
-        pieces += _pieces_of(name, shard, rows, reverse)
+        pieces += _pieces_of(name, shard, rows, columns, reverse)
     return pieces
 
 
 def _pieces_of(
-    name: str, shard: ExpertShard | None, rows: Rows | None, reverse: list[WeightTransform]
+    name: str,
+    shard: ExpertShard | None,
+    rows: Rows | None,
+    columns: Rows | None,
+    reverse: list[WeightTransform],
 ) -> list[Piece]:
     """Undo at most one conversion, then every renaming."""
     parts: list[str] = []  # disk patterns of gate and up, or of the one projection
@@ -99,7 +106,7 @@ def _pieces_of(
     for renaming in (t for t in reverse if not isinstance(t, WeightConverter)):
         disk_name, _ = renaming.rename_source_key(disk_name)
     if not parts:
-        return [Piece(disk_name=disk_name, model_name=name, shard=shard, rows=rows)]
+        return [Piece(disk_name=disk_name, model_name=name, shard=shard, rows=rows, columns=columns)]
     assert shard is not None
     return [
         Piece(

@@ -1,7 +1,9 @@
-"""What this rank holds of a tensor that ``fully_shard`` may have split along its first axis.
+"""What this rank holds of a tensor that tensor parallelism and ``fully_shard`` may have split.
 
-A split tensor is a ``DTensor`` whose last mesh axis is the one it is split over; an axis before it, if any,
-replicates. Everything else is a whole tensor. All readers and writers of weights go through here.
+``fully_shard`` makes it a ``DTensor``, split along its first axis over the last axis of its mesh; an axis
+before it, if any, replicates. What it has split may itself be a block of a tensor
+that tensor parallelism has split along its first or second axis. Everything else is a whole tensor. All
+readers and writers of weights go through here.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tasks.policy.collectives import all_gather
+from tasks.policy.place import TensorSplit
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """A contiguous block along the first axis of a tensor of ``total`` rows."""
+    """A contiguous block along one axis of a tensor, of ``total`` rows (or columns)."""
 
     start: int
     count: int
@@ -43,6 +48,20 @@ def local_rows(tensor: Tensor) -> Rows:
     return rows
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """Every row. Collective over the ranks that a split tensor is spread over."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def disk_block(tensor: Tensor, split: TensorSplit | None) -> tuple[Rows | None, Rows | None]:
+    """The rows and the columns of the whole tensor that this rank holds; None where it holds all."""
+    rows = local_rows(tensor) if is_split(tensor) else None
+    if split is None:
+        return rows, None
+    size = tensor.shape[split.dim]
+    block = Rows(start=split.index * size, count=size, total=split.size * size)
+    if split.dim == 1:
+        return rows, block
+    inner = rows or Rows(start=0, count=size, total=size)  # of this rank's block, not of the whole tensor
+    return Rows(start=block.start + inner.start, count=inner.count, total=block.total), None
+
+
+def whole_tensor(tensor: Tensor, split: TensorSplit | None = None) -> Tensor:
+    """Everything. Collective over the ranks that a split tensor is spread over."""
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor if split is None else all_gather(tensor.detach(), split.group, split.dim)

@@ -1,7 +1,6 @@
 """One optimizer step over a mini-batch, on any number of ranks, with the gradient of a single process.
 
-Shape key: B sequences of a micro-batch, L tokens of the longest, M = L - 1, V vocabulary, D features,
-N = B M.
+Shape key: B sequences of a micro-batch, L tokens of the longest, l of this rank's block, D features.
 
 Expert parallelism makes every forward and backward pass a collective call: ranks must make equally many. A
 rank with fewer micro-batches than another runs empty ones, which exchange tokens and contribute nothing.
@@ -11,25 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from moe_kernels.logprob import selective_logprob_entropy
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
 
+from tasks.policy.context import my_block
+from tasks.policy.logprobs import LogprobKernel, stage_inputs, token_logprobs_and_entropy
 from tasks.policy.mesh import ParallelMesh, clip_gradients, reduce_gradients
-from tasks.policy.packed import packed_attention_mask
+from tasks.policy.pipeline import run_passes
+from tasks.policy.place import layout_of
 from tasks.policy.progress import BLOCKED, Progress
 from tasks.policy.router import RouterBalance
-
-LogprobKernel = Literal["torch", "fused"]
-"""``torch`` holds the logits of a whole micro-batch in float32; ``fused`` never does, and needs CUDA."""
-
-ALTERED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-"""Configuration fields of models whose logits are not just hidden states times the head's weights."""
 
 MicroBatch = Mapping[str, Tensor]
 """[B, L]: ``input_ids``, ``attention_mask``, ``position_ids`` if packed, and what the loss function reads."""
@@ -55,80 +51,6 @@ def make_optimizer(
     """AdamW over the trained parameters; decay applies to all of them, so leave it 0 or keep it small."""
     params = [param for param in model.parameters() if param.requires_grad]
     return AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
-
-
-def token_logprobs_and_entropy(
-    model: PreTrainedModel,
-    input_ids_BL: Tensor,
-    attention_mask_BL: Tensor,
-    temperature: float,
-    *,
-    position_BL: Tensor | None = None,
-    kernel: LogprobKernel = "torch",
-    keep_gb: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token given those before it, and entropy of the distribution it came from.
-
-    ``logprob[b, t]`` is that of ``input_ids[b, t]`` given its sequence before t. Both are 0.0 where there is
-    no such prediction: at the first token of a sequence and at padding, on either side. With ``position_BL``
-    a row is several sequences without padding, each beginning at position 0; they do not see each other.
-    """
-    mask_BL = attention_mask_BL.bool()
-    if position_BL is not None:
-        model_mask: Any = packed_attention_mask(model, position_BL)
-    else:  # counted over real tokens, so that padding on the left moves no position
-        model_mask, position_BL = attention_mask_BL, (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
-    inputs = {
-        "input_ids": input_ids_BL,
-        "attention_mask": model_mask,
-        "position_ids": position_BL,
-        "use_cache": False,
-    }
-    # M = L - 1: position t predicts token t + 1
-    is_predicted_BM = mask_BL[:, 1:] & mask_BL[:, :-1] & (position_BL[:, 1:] > 0)
-    if kernel == "fused":
-        if not input_ids_BL.is_cuda:
-            raise ValueError(
-                f"logprob_kernel 'fused' must run on CUDA, got {input_ids_BL.device}. Set it to 'torch'."
-            )
-        target_BM = torch.where(is_predicted_BM, input_ids_BL[:, 1:], -1)
-        logprob_BM, entropy_BM = logprobs_without_logits(model, inputs, target_BM, temperature, keep_gb)
-    else:
-        logits_BMV = model(**inputs).logits[:, :-1].float() / temperature
-        logprobs_BMV = torch.log_softmax(logits_BMV, dim=-1)
-        logprob_BM = logprobs_BMV.gather(-1, input_ids_BL[:, 1:, None]).squeeze(-1)
-        entropy_BM = -(logprobs_BMV.exp() * logprobs_BMV).sum(dim=-1)
-    none_B1 = logprob_BM.new_zeros(logprob_BM.shape[0], 1)
-    return (
-        torch.cat([none_B1, torch.where(is_predicted_BM, logprob_BM, 0.0)], dim=1),
-        torch.cat([none_B1, torch.where(is_predicted_BM, entropy_BM, 0.0)], dim=1),
-    )
-
-
-def logprobs_without_logits(
-    model: PreTrainedModel,
-    inputs: Mapping[str, Any],
-    target_BM: Tensor,
-    temperature: float,
-    keep_gb: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """From the last hidden states and the head's weights; 0 where the target is negative."""
-    head: Any = model.get_output_embeddings()
-    altered = [name for name in ALTERED_LOGITS if getattr(model.config, name, None)]
-    if altered or getattr(head, "bias", None) is not None:
-        raise ValueError(
-            "logprob_kernel 'fused' needs logits that are hidden states times weights, got "
-            f"{type(model).__name__} with {', '.join(altered) or 'a bias'}. Set it to 'torch'."
-        )
-    hidden_BMD = model.base_model(**inputs).last_hidden_state[:, :-1]
-    logprob_N, entropy_N = selective_logprob_entropy(
-        hidden_BMD.flatten(0, 1),
-        head.weight,
-        target_BM.flatten(),
-        temperature=temperature,
-        keep_bytes=int(keep_gb * 2**30),
-    )
-    return logprob_N.view(target_BM.shape), entropy_N.view(target_BM.shape)
 
 
 def train_minibatch(
@@ -157,59 +79,85 @@ def train_minibatch(
     """
     progress = progress or Progress()
     num_passes = _agree_on_passes(model, mesh, len(micro_batches), num_global_tokens, min_micro_batches)
-    options = {"temperature": temperature, "kernel": logprob_kernel, "keep_gb": logprob_keep_gb}
     optimizer.zero_grad(set_to_none=True)
-    sums: dict[str, Tensor] = {}
-    losses: list[Tensor] = []
+    options = {"temperature": temperature, "kernel": logprob_kernel, "keep_gb": logprob_keep_gb}
+    passes = _Passes(model, mesh, micro_batches, loss_fn, num_global_tokens, options, balance, progress)
     with progress.working():
-        for index in range(num_passes):
-            progress.at("forward and backward", index)
-            if index < len(micro_batches):
-                loss, metrics = _loss(model, micro_batches[index], loss_fn, options)
-                if balance is not None:
-                    extra, seen = balance.loss(micro_batches[index], num_global_tokens=num_global_tokens)
-                    loss, metrics = loss + extra, {**metrics, **seen}
-                losses.append(loss.detach())
-                _add(sums, {"loss": loss, **metrics})
-            else:
-                loss = _empty_loss(model, options)
-                if balance is not None:
-                    balance.clear()
-            loss.backward()
+        run_passes(mesh, num_passes, passes.forward, passes.room)
     progress.at("reduce gradients")
     reduce_gradients(model, mesh)
     grad_norm = clip_gradients(model, mesh, max_grad_norm)
     # read once, after all passes: every read stops the device
     mine = {"loss": 0.0, "micro_batches": float(len(micro_batches))}
-    totals = _sum_over_ranks({**mine, **{name: value.item() for name, value in sums.items()}}, mesh)
+    mine |= {name: value.item() for name, value in passes.sums.items()}
+    totals = _sum_over_ranks(mine if mesh.is_reporter else {}, mesh)
     is_finite = math.isfinite(totals["loss"]) and math.isfinite(grad_norm)  # the same answer on every rank
     if is_finite:
         optimizer.step()
-    elif on_nonfinite is not None:
+    elif on_nonfinite is not None and mesh.is_reporter:
         is_every_loss_finite = math.isfinite(totals["loss"])
-        on_nonfinite([i for i, loss in enumerate(losses) if is_every_loss_finite or not loss.isfinite()])
+        losses = enumerate(passes.losses)
+        on_nonfinite([i for i, loss in losses if is_every_loss_finite or not loss.isfinite()])
     optimizer.zero_grad(set_to_none=True)
     return {**totals, "grad_norm": grad_norm, "skipped": float(not is_finite)}
 
 
-def _loss(
-    model: PreTrainedModel, micro_batch: MicroBatch, loss_fn: LossFn, options: dict[str, Any]
-) -> tuple[Tensor, Mapping[str, Tensor]]:
-    logprob_BL, entropy_BL = token_logprobs_and_entropy(
-        model,
-        micro_batch["input_ids"],
-        micro_batch["attention_mask"],
-        position_BL=micro_batch.get("position_ids"),
-        **options,
-    )
-    return loss_fn(logprob_BL, entropy_BL, micro_batch)
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """This rank's part of the forward passes of a mini-batch, and what they add up to."""
 
+    model: PreTrainedModel
+    mesh: ParallelMesh
+    micro_batches: Sequence[MicroBatch]
+    loss_fn: LossFn
+    num_global_tokens: int
+    options: dict[str, Any]
+    balance: RouterBalance | None
+    progress: Progress
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
 
-def _empty_loss(model: PreTrainedModel, options: dict[str, Any]) -> Tensor:
-    """A pass through every layer with weight zero, in step with the other ranks' real ones."""
-    input_ids_BL = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    logprob_BL, _ = token_logprobs_and_entropy(model, input_ids_BL, torch.ones_like(input_ids_BL), **options)
-    return logprob_BL.sum() * 0.0
+    def forward(self, index: int, hidden_BlD: Tensor | None) -> Tensor:
+        """The hidden states that this pipeline stage makes of those before it, or the loss on the last."""
+        self.progress.at("forward and backward", index)
+        micro, cp_group = self._micro_batch(index), self.mesh.cp_group
+        given: dict[str, Any] = {"position_BL": micro.get("position_ids"), "hidden_BlD": hidden_BlD}
+        if self.mesh.stage < self.mesh.pp - 1:
+            tokens = micro["input_ids"], micro["attention_mask"]
+            return self.model(**stage_inputs(self.model, *tokens, **given, cp_group=cp_group)).logits
+        logprob_BL, entropy_BL = token_logprobs_and_entropy(
+            self.model,
+            micro["input_ids"],
+            micro["attention_mask"],
+            **self.options,
+            **given,
+            cp_group=cp_group,
+        )
+        if index >= len(self.micro_batches):  # weight zero, in step with the other ranks' real ones
+            if self.balance is not None:
+                self.balance.clear()
+            return logprob_BL.sum() * 0.0
+        loss, metrics = self.loss_fn(logprob_BL, entropy_BL, micro)
+        if self.balance is not None:
+            extra, seen = self.balance.loss(micro, num_global_tokens=self.num_global_tokens)
+            loss, metrics = loss + extra, {**metrics, **seen}
+        self.losses.append(loss.detach())
+        _add(self.sums, {"loss": loss, **metrics})
+        return loss
+
+    def room(self, index: int) -> Tensor:
+        """Empty, for this rank's block of the hidden states of a pass."""
+        rows, length = my_block(self._micro_batch(index)["input_ids"], self.mesh.cp_group).shape
+        width = self.model.config.get_text_config().hidden_size
+        dtype = layout_of(self.model).compute_dtype or self.model.dtype
+        return torch.empty(rows, length, width, dtype=dtype, device=self.model.device)
+
+    def _micro_batch(self, index: int) -> MicroBatch:
+        """Of a pass, or two tokens that keep this rank in step with those that have more."""
+        if index < len(self.micro_batches):
+            return self.micro_batches[index]
+        input_ids_BL = torch.zeros(1, 2, dtype=torch.int64, device=self.model.device)
+        return {"input_ids": input_ids_BL, "attention_mask": torch.ones_like(input_ids_BL)}
 
 
 def _agree_on_passes(

@@ -11,7 +11,8 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,14 +26,16 @@ from transformers import PreTrainedModel
 from tasks.artifacts.manifest import Blob, Manifest
 from tasks.config import CampaignConfig
 from tasks.policy import weights
+from tasks.policy.context import split_context
 from tasks.policy.dispatch import Dispatcher, make_dispatcher
 from tasks.policy.epoch import Trainee, train
-from tasks.policy.fsdp import is_fully_sharded, shard_parameters
+from tasks.policy.fsdp import is_fully_sharded
 from tasks.policy.mesh import ParallelMesh, make_mesh
 from tasks.policy.model import load_policy
 from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.norms import use_fused_norms
 from tasks.policy.packed import require_packable
+from tasks.policy.parallel import distribute
 from tasks.policy.progress import Progress, Watchdog
 from tasks.policy.recompute import checkpoint_activations
 from tasks.policy.router import RouterBalance, freeze_routers
@@ -52,14 +55,14 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
     config, store = run.config, run_store(run)
     progress = Progress()
     with exit_on_sigterm(), _process_group(config), _watchdog(config, progress):
-        mesh = make_mesh(config.train.world_size, config.train.ep, config.train.fsdp)
+        mesh = make_mesh(**asdict(config.train.grid))
         dispatcher = make_dispatcher(config.train.dispatcher, mesh.ep_group)
         clock.lap("start_up")
         progress.at("load")
         parent = store.manifest(policy)
         folder = store.pull(policy)
         model = _load(folder, dispatcher, config, mesh)
-        balance = _adjust(model, config)
+        balance = _adjust(model, config, mesh)
         rows = read_batch(store, batch)
         optimizer = _optimizer(model, folder, config, batch, resumes=parent.kind == "iteration")
         clock.lap("load")
@@ -160,7 +163,7 @@ def _load(
         dispatcher=dispatcher,
         device=_device(config),
         expert_kernel=config.train.expert_kernel,
-        prepare=_sharding(config, mesh),
+        prepare=partial(distribute, mesh=mesh, compute_dtype=getattr(torch, config.train.compute_dtype)),
     ).train()
 
 
@@ -174,15 +177,7 @@ def _kernels(config: CampaignConfig) -> str:
     return "kernels: " + ", ".join(f"{part} {kernel}" for part, kernel in config.train.kernels.items())
 
 
-def _sharding(config: CampaignConfig, mesh: ParallelMesh) -> Callable[[PreTrainedModel], None]:
-    """Split the parameters where the configuration asks for it; half-precision compute goes with it."""
-    if config.train.fsdp == 1 and config.train.compute_dtype == "float32":
-        return lambda model: None
-    dtype = getattr(torch, config.train.compute_dtype)
-    return partial(shard_parameters, mesh=mesh, compute_dtype=dtype)
-
-
-def _adjust(model: PreTrainedModel, config: CampaignConfig) -> RouterBalance | None:
+def _adjust(model: PreTrainedModel, config: CampaignConfig, mesh: ParallelMesh) -> RouterBalance | None:
     """What the configuration asks of the model beside its weights; the auxiliary loss if it is on."""
     train = config.train
     if train.freeze_router:
@@ -190,9 +185,10 @@ def _adjust(model: PreTrainedModel, config: CampaignConfig) -> RouterBalance | N
     if train.norm_kernel == "fused":
         use_fused_norms(model)  # before recomputation, which wraps the forward it finds
     if train.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, is_context_split=mesh.cp > 1)
     if train.packing == "packed":
         require_packable(model)
+    split_context(model, mesh.cp_group)  # after the test of packing, which takes whole rows
     if not train.router_aux_loss_coefficient:
         return None
     return RouterBalance(model, coefficient=train.router_aux_loss_coefficient)

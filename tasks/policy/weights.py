@@ -1,9 +1,10 @@
 """Write a policy and its optimizer as safetensors shards in the names that engines load; read them back.
 
 Each rank of one copy of the model writes a shard with its own experts. What all of them hold is written by
-the first; what ``fully_shard`` has split is put together tensor by tensor and written by the ranks in turn,
-so these generators are collective then: every rank of the copy must exhaust them. Digests name the content
-and not the shards, so they are equal however many ranks wrote.
+the first; what is split over several is put together tensor by tensor and written by the ranks in turn, so
+these generators are collective then: every rank of the copy must exhaust them. A pipeline stage writes its
+own layers; nothing crosses stages. Digests name the content and not the shards, so they are equal however
+many ranks wrote.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from tasks.policy.collectives import all_gather
 from tasks.policy.experts import expert_shards
 from tasks.policy.model import fill, read_pieces, stored_dtype, tensor_files
 from tasks.policy.names import Piece, disk_pieces, stored_tensors
+from tasks.policy.place import Place, layout_of
 from tasks.policy.shards import is_split, whole_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -60,7 +63,7 @@ def optimizer_tensors(
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     num_steps = _num_steps(model, optimizer)
-    if _place(model).index == 0:
+    if _place(model).index == _place(model).stage == 0:
         yield STEP, torch.tensor(num_steps, dtype=torch.int64)
     if not num_steps:
         return
@@ -88,7 +91,8 @@ def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -
             if piece.model_name in params:
                 disk_name, model_name = f"{kind}/{piece.disk_name}", f"{kind}/{piece.model_name}"
                 pieces[disk_name] = replace(piece, disk_name=disk_name, model_name=model_name)
-    for piece, tensor in read_pieces(folder, "optimizer", pieces, lambda _: False):
+    elsewhere = {f"{kind}/{name}" for kind in kinds for name in layout_of(model).elsewhere}
+    for piece, tensor in read_pieces(folder, "optimizer", pieces, elsewhere.__contains__):
         fill(targets[piece.model_name], piece, tensor)
     optimizer.state.clear()
     if kinds:
@@ -161,44 +165,47 @@ def tensor_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return merge_digests([digest_tensors(tensors)])
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """This rank's number among those that hold one copy of the model."""
-
-    index: int
-    size: int
-
-
-def _place(model: PreTrainedModel) -> _Place:
+def _place(model: PreTrainedModel) -> Place:
+    if (place := layout_of(model).place) is not None:
+        return place
     shard = next(iter(expert_shards(model).values()))  # equal blocks, one a rank, in the order of the ranks
-    return _Place(index=shard.start // shard.count, size=shard.num_experts // shard.count)
+    return Place(index=shard.start // shard.count, size=shard.num_experts // shard.count)
 
 
 def _written(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Piece, Tensor]]:
     """What this rank writes of model tensors, or of moments under their names; whole where split."""
-    place, num_split = _place(model), 0
+    place, layout, num_split = _place(model), layout_of(model), 0
     for piece in disk_pieces(model):
         tensor = tensors.get(piece.model_name)
-        if tensor is None:
+        if tensor is None or piece.model_name in layout.copies:
             continue
-        if piece.shard is None:
-            writer = 0
-            if is_split(tensor):
-                writer, num_split = num_split % place.size, num_split + 1
-            tensor = whole_tensor(tensor)  # collective, so on every rank and before asking who writes
-            if writer == place.index:
-                yield piece, tensor
-        elif piece.expert is not None:
-            if piece.is_local:
+        split = layout.splits.get(piece.model_name)
+        if piece.expert is not None:
+            if piece.is_local and place.is_expert_writer:
                 yield piece, piece.view(tensor)
-        elif piece.shard.count < piece.shard.num_experts:
-            raise ValueError(
-                f"{piece.disk_name} must be written from one rank, because this family stores a layer's "
-                f"experts in one tensor; got {piece.shard.count} of {piece.shard.num_experts}. "
-                "Set ep and fsdp to 1."
-            )
-        else:
-            yield piece, piece.view(tensor)
+            continue
+        writer = 0
+        if is_split(tensor) or split is not None or piece.shard is not None:
+            writer, num_split = num_split % place.size, num_split + 1
+        # collective, so on every rank and before asking who writes
+        whole = whole_tensor(tensor, split) if piece.shard is None else _whole_stack(piece, tensor, place)
+        if writer == place.index:
+            yield piece, whole
+
+
+def _whole_stack(piece: Piece, tensor: Tensor, place: Place) -> Tensor:
+    """A layer's experts, of a family that stores them in one tensor."""
+    tensor = whole_tensor(tensor)
+    if place.ep_group is not None:
+        tensor = all_gather(tensor.detach(), place.ep_group, 0)
+    assert piece.shard is not None
+    if len(tensor) < piece.shard.num_experts:
+        raise ValueError(
+            f"{piece.disk_name} must be put together from all ranks, because this family stores a layer's "
+            f"experts in one tensor; got {len(tensor)} of {piece.shard.num_experts}. "
+            "Split the model with tasks/policy/parallel.py, which knows the ranks."
+        )
+    return tensor
 
 
 def _num_steps(model: PreTrainedModel, optimizer: Optimizer) -> int:

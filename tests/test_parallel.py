@@ -1,0 +1,137 @@
+"""Tensor, context and pipeline parallelism, and their products with experts: the step of a single process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import FAMILIES, VOCAB, tiny_policy
+from ranks import run_ranks
+from steps import micro_batch, one_step, single_process
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tasks.policy.context import split_context
+from tasks.policy.dispatch import make_dispatcher
+from tasks.policy.experts import attach_dispatcher
+from tasks.policy.mesh import make_mesh
+from tasks.policy.parallel import distribute
+from tasks.policy.recompute import checkpoint_activations
+from tasks.policy.weights import disk_tensors
+
+
+def packed_batch(seed: int) -> dict[str, Tensor]:
+    """One row of five tokens more than three sequences make: 4, 7, 2 and 6 tokens."""
+    rows = micro_batch(seed)
+    lengths = (4, 7, 2, 6)
+    ids = torch.cat([rows["input_ids"].flatten()[:19]])[None]
+    position = torch.cat([torch.arange(n) for n in lengths])[None]
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": position,
+        "advantage": rows["advantage"].flatten()[:19][None],
+    }
+
+
+def check_step(
+    rank: int, world_size: int, sizes: dict[str, int], model: PreTrainedModel, expected: Any, batches: Any,
+    is_checkpointed: bool,
+) -> None:  # fmt: skip
+    mesh = make_mesh(world_size, **sizes)
+    attach_dispatcher(model, make_dispatcher("all_to_all" if mesh.ep > 1 else "local", mesh.ep_group))
+    distribute(model, mesh)
+    split_context(model, mesh.cp_group)
+    if is_checkpointed:
+        checkpoint_activations(model, is_context_split=mesh.cp > 1)
+    metrics, gradients = one_step(model, mesh, batches[mesh.share :: mesh.num_shares])
+    expected_metrics, expected_gradients, expected_weights = expected
+    names: list[Any] = [None] * world_size
+    dist.all_gather_object(names, (set(gradients), {name for name, _ in disk_tensors(model)}))
+    assert set().union(*(these for these, _ in names)) == expected_gradients.keys()
+    assert set().union(*(these for _, these in names)) == expected_weights.keys()
+    assert metrics.keys() == expected_metrics.keys() and metrics["skipped"] == 0
+    for name, value in expected_metrics.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-5), name
+    for name, gradient in gradients.items():
+        # as in test_trainer: the largest gradient after clipping is 4e-3 to 6e-3, and 5e-8 is 1e-5 of it
+        torch.testing.assert_close(
+            gradient, expected_gradients[name], rtol=0, atol=5e-8, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    for name, weight in disk_tensors(model):
+        torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=5e-6)
+
+
+def check(
+    family: str, world_size: int, sizes: dict[str, int], *, packed: bool = False, recompute: bool = False,
+    vocab_size: int = VOCAB + 1,
+) -> None:  # fmt: skip
+    model = tiny_policy(family, vocab_size=vocab_size)
+    batches = [packed_batch(seed) if packed else micro_batch(seed) for seed in range(3)]
+    expected = single_process(model, batches)
+    run_ranks(check_step, world_size, sizes, model, expected, batches, recompute)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
+def test_two_ranks_of_each_axis_make_the_step_of_one(family, axis):
+    check(family, 2, {"ep": 1, axis: 2})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
+def test_packed_rows_and_recomputation_go_with_each_axis(family, axis):
+    check(family, 2, {"ep": 1, axis: 2}, packed=True, recompute=True, vocab_size=VOCAB)
+
+
+FEW = [
+    (2, {"tp": 2, "ep": 2}),
+    (2, {"cp": 2, "ep": 2}),
+    (4, {"tp": 2, "ep": 2, "fsdp": 2}),
+    (4, {"pp": 2, "ep": 2}),
+]
+MORE = [
+    (4, {"tp": 2, "ep": 4}),
+    (4, {"tp": 2, "ep": 1, "fsdp": 2}),
+    (4, {"tp": 2, "ep": 4, "fsdp": 2}),
+    (4, {"tp": 2, "cp": 2, "ep": 2}),
+    (4, {"cp": 2, "ep": 4, "fsdp": 2}),
+    (4, {"cp": 2, "ep": 2, "fsdp": 2}),
+    (4, {"pp": 2, "ep": 2, "fsdp": 2}),
+    (4, {"pp": 2, "tp": 2, "ep": 2}),
+    (4, {"pp": 2, "cp": 2, "ep": 2}),
+    (8, {"pp": 2, "tp": 2, "ep": 4, "fsdp": 2}),
+    (8, {"pp": 2, "tp": 2, "cp": 2, "ep": 2}),
+    (8, {"tp": 2, "cp": 2, "ep": 4, "fsdp": 2}),
+]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("world_size", "sizes"), [*FEW, *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE)], ids=str
+)
+def test_products_of_axes_make_the_step_of_one_rank(family, world_size, sizes):
+    check(family, world_size, sizes)
+
+
+def check_collectives(rank: int, world_size: int, axis: str) -> None:
+    """Every collective that a step makes, counted by torch's profiler."""
+    counts = []
+    for is_checkpointed in (False, True):
+        mesh, model = make_mesh(world_size, 2, **{axis: 2}), tiny_policy("deepseek_v3").train()
+        attach_dispatcher(model, make_dispatcher("all_to_all", mesh.ep_group))
+        distribute(model, mesh)
+        split_context(model, mesh.cp_group)
+        if is_checkpointed:
+            checkpoint_activations(model, is_context_split=mesh.cp > 1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            one_step(model, mesh, [packed_batch(0)])
+        counts.append({e.key: e.count for e in profile.key_averages() if e.key.startswith("gloo:")})
+    assert counts[0] == counts[1] and sum(counts[0].values()) > 10, counts
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_recomputation_repeats_no_collective(axis):
+    run_ranks(check_collectives, 2, axis)
