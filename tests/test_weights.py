@@ -111,12 +111,12 @@ def check_stacked_family(rank: int, world_size: int, folder: Path, expected_BLV:
     model = load_policy(folder, dispatcher=make_dispatcher("all_to_all", dist.group.WORLD))
     torch.testing.assert_close(model(input_ids=token_ids(0)).logits, expected_BLV, rtol=0, atol=1e-5)
     with pytest.raises(
-        ValueError, match=r"must be written from one rank, .* got 4 of 8. Set ep and fsdp to 1"
+        ValueError, match=r"must be put together from all ranks, .* got 4 of 8. Split the model with"
     ):
         list(disk_tensors(model))
 
 
-def test_experts_stacked_on_disk_load_on_two_ranks_and_are_not_written_from_them(tmp_path):
+def test_experts_stacked_on_disk_are_not_written_by_ranks_that_do_not_know_each_other(tmp_path):
     model = tiny_policy("gpt_oss")
     with torch.no_grad():
         expected_BLV = model(input_ids=token_ids(0)).logits
