@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from tasks.critic_config import CriticConfig, TeacherConfig
 from tasks.section import Section
 
 
@@ -88,6 +89,8 @@ class AlgorithmConfig(Section):
     """Of the loss; a reward takes k1."""
     kl_unbiased: bool = False
     """Multiply the loss's estimate by the ratio of current to proximal policy (DeepSeek-V3.2)."""
+    reference_version: int = Field(default=1, ge=0)
+    """The campaign's own version that is the reference: 1 is what a warm start made of version 0."""
 
     overlong: Literal["keep", "filter", "shape"] = "keep"
     """Samples that were cut off: kept as they are; not trained, though the group's mean counts them; or the
@@ -99,6 +102,8 @@ class AlgorithmConfig(Section):
     num_epochs: int = Field(default=1, ge=1)
     """Passes over an iteration's samples."""
     correction: CorrectionConfig = CorrectionConfig()
+    critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig = TeacherConfig()
 
     @property
     def is_estimated_by_trainer(self) -> bool:
@@ -121,6 +126,16 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 "kl must be 'none' or 'loss' with advantage 'teacher', which reads no reward, got 'reward'. "
                 "Set kl to 'loss'."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_teacher_is_named(self) -> Self:
+        if (self.advantage == "teacher") != bool(self.teacher.campaign):
+            raise ValueError(
+                "teacher.campaign must be given with advantage 'teacher' and only with it, got "
+                f"advantage={self.advantage!r}, teacher.campaign={self.teacher.campaign!r}. Set it to the "
+                "teacher's lineage, such as laptop.0001, or change advantage."
             )
         return self
 

@@ -53,7 +53,7 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
         metrics={**_score_metrics(scores), **metrics},
         seconds=_stage_seconds(scores, time.monotonic() - start),
         sealed_at=time.time(),
-        offered=run.config.rollout.prompts_offered * run.config.rollout.group_size,
+        offered=scores.num_offered,
         late=produced.late,
         workers={
             name: WorkerThroughput(samples=share.samples, tokens=share.tokens, seconds=share.seconds)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from flytekit import task
 
 from tasks import placement
+from tasks.artifacts.critics import publish_critic
 from tasks.config import IMMUTABLE_SECTIONS, CampaignConfig, changes, with_overrides
 from tasks.records import CampaignRun, CampaignState, Candidate, Evaluation, PolicyVersion, SampleArchive
 from tasks.session import (
@@ -136,6 +137,8 @@ def publish(run: CampaignRun, candidate: Candidate, archive: SampleArchive | Non
         update={"seconds": {**manifest.seconds, "publish": time.monotonic() - start}}
     )
     version = store.commit(manifest)
+    if manifest.critic:
+        publish_critic(run, store, manifest)
     if manifest.kind == "iteration" and archive is not None:
         run_buffer(run).drop(manifest.iteration - 1)
     say(

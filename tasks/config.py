@@ -65,6 +65,20 @@ class CampaignConfig(Section):
                 f"of an iteration, got {self.algorithm.num_minibatches}. Lower it or raise "
                 "rollout.prompts_per_iteration."
             )
+        self._check_models_beside_the_policy()
+        first = 1 if self.warm_start.steps else 0
+        if self.algorithm.kl != "none" and self.algorithm.reference_version > first:
+            raise ValueError(
+                f"algorithm.reference_version must be there when the first iteration trains: at most {first} "
+                f"with warm_start.steps={self.warm_start.steps}, got {self.algorithm.reference_version}. Set "
+                f"it to {first}."
+            )
+        replays, records = self.train.replay_routing, self.rollout.record_routing
+        if replays not in ("none", records) and (replays, records) != ("experts", "experts_and_weights"):
+            raise ValueError(
+                "train.replay_routing must be something that rollout.record_routing records, got "
+                f"replay_routing={replays!r}, record_routing={records!r}. Set record_routing to {replays!r}."
+            )
         if self.rollout.max_new_tokens <= self.environment.num_digits:
             raise ValueError(
                 "rollout.max_new_tokens must exceed environment.num_digits (an answer and its end), got "
@@ -92,6 +106,24 @@ class CampaignConfig(Section):
                 num_kv_heads=shape.num_kv_heads,
                 num_layers=shape.num_layers,
             )
+
+    def _check_models_beside_the_policy(self) -> None:
+        """What reads a batch with a model that is not cut into stages, or replays by whole sequences."""
+        algorithm, train = self.algorithm, self.train
+        wanted = {
+            "algorithm.kl": algorithm.kl != "none",
+            "algorithm.advantage 'teacher'": algorithm.advantage == "teacher",
+            "algorithm.advantage 'gae'": algorithm.advantage == "gae",
+            "algorithm.correction.proximal": algorithm.correction.proximal != "behavior",
+            "train.replay_routing": train.replay_routing != "none",
+        }
+        is_whole = algorithm.advantage == "gae" or train.replay_routing != "none"
+        sizes = {"pp": train.pp, **({"cp": train.cp} if is_whole else {})}
+        sizes |= {"tp": train.tp} if algorithm.advantage == "gae" else {}
+        for name, size in sizes.items():
+            if size > 1 and any(wanted.values()):
+                asked = ", ".join(field for field, is_on in wanted.items() if is_on)
+                raise ValueError(f"train.{name} must be 1 with {asked}, got {size}. Set it to 1.")
 
     @classmethod
     def model_validate_json(

@@ -5,13 +5,43 @@ import time
 from flytekit import task
 
 from tasks import placement
-from tasks.records import CampaignRun, PolicyVersion, PromptSet, TrainBatch
+from tasks.records import CampaignRun, PolicyVersion, PromptSet, ScoreReport, TrainBatch
 from tasks.session import WEIGHTS, find_sealed, run_buffer, run_environment, run_store, say
 
 
 @task(**placement.CPU.task_arguments())
 def offer_prompts(run: CampaignRun, iteration: int, behavior: PolicyVersion) -> PromptSet:
     """Put an iteration's prompts on the work queue, to be sampled by ``behavior``. Safe to repeat."""
+    return _offer(run, iteration, behavior, refill=0, first=0, count=run.config.rollout.prompts_offered)
+
+
+@task(**placement.CPU.task_arguments())
+def refill_prompts(run: CampaignRun, behavior: PolicyVersion, scores: ScoreReport, refill: int) -> PromptSet:
+    """Offer fresh prompts in place of groups that earned one reward, if too few differ. Safe to repeat."""
+    from tasks.rl.refill import refill_sizes, telling_prompts
+    from tasks.schema import ScoredFrame, from_bytes
+
+    rollout, iteration = run.config.rollout, scores.iteration
+    sizes = [0]
+    if not find_sealed(run, iteration):
+        groups = run_buffer(run).scan_scored(iteration)
+        telling = telling_prompts(from_bytes(*(group.payload for group in groups), schema=ScoredFrame))
+        environment, start = run_environment(run), iteration * rollout.prompts_reserved
+        ids = [environment.train_prompt(start + i).prompt_id for i in range(rollout.prompts_reserved)]
+        sizes = refill_sizes(
+            [prompt_id in telling for prompt_id in ids],
+            first=rollout.prompts_offered,
+            wanted=rollout.prompts_per_iteration,
+            rounds=refill,
+        )
+    count = sizes[refill] if len(sizes) > refill else 0
+    return _offer(run, iteration, behavior, refill=refill, first=sum(sizes[:refill]), count=count)
+
+
+def _offer(
+    run: CampaignRun, iteration: int, behavior: PolicyVersion, *, refill: int, first: int, count: int
+) -> PromptSet:
+    """Put ``count`` prompts on the queue, from the ``first`` of those reserved for the iteration."""
     from tasks.experience.records import WorkItem
     from tasks.policy.tokenizer import load_tokenizer, prompt_ids
     from tasks.schema import PromptFrame, make_frame, to_bytes
@@ -19,48 +49,58 @@ def offer_prompts(run: CampaignRun, iteration: int, behavior: PolicyVersion) -> 
     rollout, environment = run.config.rollout, run_environment(run)
     if find_sealed(run, iteration):
         say("prompts", "the iteration's batch is sealed: nothing is sampled again", iteration=iteration)
-        return PromptSet(
-            iteration=iteration,
-            behavior_version=behavior.version,
-            num_portions=0,
-            num_groups=0,
-            num_samples=0,
-        )
+        count = 0
+    if not count:
+        return _prompt_set(run, iteration, behavior, refill=refill, num_portions=0, num_groups=0)
     tokenizer = load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS))
-    first = iteration * rollout.prompts_offered
-    prompts = [environment.train_prompt(first + i) for i in range(rollout.prompts_offered)]
+    start = iteration * rollout.prompts_reserved + first
+    prompts = [environment.train_prompt(start + i) for i in range(count)]
     rows = [
         {"iteration": iteration, "prompt_id": p.prompt_id, "prompt_ids": prompt_ids(tokenizer, p.text)}
         for p in prompts
     ]
+    parts = [rows[i : i + rollout.groups_per_portion] for i in range(0, count, rollout.groups_per_portion)]
     items = [
         WorkItem(
             iteration=iteration,
-            portion=portion,
+            portion=refill * rollout.num_portions + number,
             policy_version=behavior.version,
             num_groups=len(part),
             num_samples=len(part) * rollout.group_size,
             payload=to_bytes(make_frame(part, PromptFrame)),
         )
-        for portion in range(rollout.num_portions)
-        if (part := rows[portion * rollout.groups_per_portion : (portion + 1) * rollout.groups_per_portion])
+        for number, part in enumerate(parts)
     ]
     buffer = run_buffer(run)
     buffer.check_server()
     added = buffer.put_work(items)
     over = f", {rollout.oversample:.0%} more than are needed" if rollout.oversample else ""
+    over += f", refill {refill} of at most {rollout.refill_rounds}" if refill else ""
     known = f", {len(items) - added} were there before" if added < len(items) else ""
     say(
         "prompts",
         f"{len(rows)} x {rollout.group_size} in {len(items)} portions{over}{known}",
         iteration=iteration,
     )
+    return _prompt_set(run, iteration, behavior, refill=refill, num_portions=len(items), num_groups=len(rows))
+
+
+def _prompt_set(
+    run: CampaignRun,
+    iteration: int,
+    behavior: PolicyVersion,
+    *,
+    refill: int,
+    num_portions: int,
+    num_groups: int,
+) -> PromptSet:
     return PromptSet(
         iteration=iteration,
         behavior_version=behavior.version,
-        num_portions=len(items),
-        num_groups=len(rows),
-        num_samples=len(rows) * rollout.group_size,
+        num_portions=num_portions,
+        num_groups=num_groups,
+        num_samples=num_groups * run.config.rollout.group_size,
+        refill=refill,
     )
 
 

@@ -52,6 +52,8 @@ class PromptSet(Section):
     num_portions: int
     num_groups: int
     num_samples: int
+    refill: int = 0
+    """0 = the iteration's first prompts; n = those of its n-th refill."""
 
 
 class RolloutReport(Section):
@@ -82,6 +84,8 @@ class ScoreReport(Section):
     generate_load_seconds: float
     generated_tokens: int
     score_seconds: float
+    num_offered: int = 0
+    """Samples whose prompts were put on the queue, refills included."""
 
 
 class WorkerThroughput(Section):

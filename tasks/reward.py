@@ -14,9 +14,16 @@ GROUPS_PER_TAKE = 128
 
 @task(**placement.REWARD.task_arguments())
 def score(
-    run: CampaignRun, prompts: PromptSet, behavior: PolicyVersion, rollouts: list[RolloutReport | None]
+    run: CampaignRun,
+    prompts: PromptSet,
+    behavior: PolicyVersion,
+    rollouts: list[RolloutReport | None],
+    before: ScoreReport | None = None,
 ) -> ScoreReport:
-    """Verify every published sample of the iteration exactly once; the queue must be empty."""
+    """Verify every published sample of the iteration exactly once; the queue must be empty.
+
+    ``before`` is the report of the iteration without its last refill; this one sums up both.
+    """
     from tasks.engine.pool import await_queue
     from tasks.environments.scoring import readable, score_groups
     from tasks.policy.tokenizer import load_tokenizer
@@ -53,13 +60,19 @@ def score(
             f"{prompts.num_portions}: workers were lost or barred. Nothing is lost with them; run the "
             "campaign again to go on from here."
         )
-    buffer.close(iteration)  # from here on the iteration's counts are final
+    if prompts.refill == run.config.rollout.refill_rounds:
+        buffer.close(iteration)  # from here on the iteration's counts are final
     reports = [report for report in rollouts if report is not None]
-    return _report(run, buffer, prompts, reports, start)
+    return _report(run, buffer, prompts, reports, start, before)
 
 
 def _report(
-    run: CampaignRun, buffer: Any, prompts: PromptSet, reports: list[RolloutReport], start: float
+    run: CampaignRun,
+    buffer: Any,
+    prompts: PromptSet,
+    reports: list[RolloutReport],
+    start: float,
+    before: ScoreReport | None,
 ) -> ScoreReport:
     import polars as pl
 
@@ -85,10 +98,12 @@ def _report(
         exact_share=_mean(scored["is_exact"]),
         finished_share=_mean(frame["finish_reason"] == "stop"),
         response_tokens_mean=_mean(frame["response_ids"].list.len()),
-        generate_seconds=sum(r.seconds for r in reports),
-        generate_load_seconds=sum(r.load_seconds for r in reports),
+        generate_seconds=sum(r.seconds for r in reports) + (before.generate_seconds if before else 0.0),
+        generate_load_seconds=sum(r.load_seconds for r in reports)
+        + (before.generate_load_seconds if before else 0.0),
         generated_tokens=int(frame["response_ids"].list.len().sum()),
-        score_seconds=time.monotonic() - start,
+        score_seconds=time.monotonic() - start + (before.score_seconds if before else 0.0),
+        num_offered=prompts.num_samples + (before.num_offered if before else 0),
     )
     say(
         "score",
@@ -116,6 +131,7 @@ def _report_of(sealed: TrainBatch) -> ScoreReport:
         generate_load_seconds=seconds["load_engine"],
         generated_tokens=int(metrics["generated_tokens"]),
         score_seconds=seconds["score"],
+        num_offered=sealed.offered,
     )
 
 

@@ -21,6 +21,11 @@ def rollout_worker(
 
     start = time.monotonic()
     config, name = run.config.rollout, f"{worker}@{socket.gethostname()}:{os.getpid()}"
+    if not prompts.num_portions:  # a refill that is not needed: no engine is started for it
+        return RolloutReport(
+            iteration=prompts.iteration, worker=name, engine=config.engine, num_portions=0, num_samples=0,
+            num_tokens=0, seconds=0.0, load_seconds=0.0,
+        )  # fmt: skip
     folder = run_store(run).pull(behavior, without=OPTIMIZER)
     engine = make_engine(config, dtype=run.config.model.dtype)
     with departing(

@@ -27,6 +27,10 @@ class RolloutConfig(Section):
     partial: Literal["drop", "keep"] = "drop"
     """What becomes of responses that a worker has to abort: their tokens are sampled again, or kept and
     continued. ``keep`` gives up bits that repeat (``train.deterministic`` then covers training alone)."""
+    refill_rounds: int = Field(default=0, ge=0, le=8)
+    """Times that an iteration offers fresh prompts in place of groups whose samples all earned the same, as
+    long as fewer than ``prompts_per_iteration`` groups differ (DAPO's dynamic sampling); then it goes on with
+    what there is."""
     groups_per_portion: int = Field(default=64, ge=1)
     """Prompt groups that one lease covers."""
     max_portions_per_worker: int = Field(default=0, ge=0)
@@ -60,6 +64,11 @@ class RolloutConfig(Section):
         return math.ceil(self.prompts_per_iteration * (1 + self.oversample))
 
     @property
+    def prompts_reserved(self) -> int:
+        """Positions of the environment's order that one iteration may offer, refills included."""
+        return self.prompts_offered * (1 + self.refill_rounds)
+
+    @property
     def quota_groups(self) -> int:
         """Groups at which an iteration is closed; 0 = when all are done."""
         return self.prompts_per_iteration if self.oversample else 0
@@ -67,6 +76,16 @@ class RolloutConfig(Section):
     @property
     def samples_per_iteration(self) -> int:
         return self.prompts_per_iteration * self.group_size
+
+    @model_validator(mode="after")
+    def _a_quota_is_not_refilled(self) -> Self:
+        if self.refill_rounds and self.oversample:
+            raise ValueError(
+                "oversample must be 0 with refill_rounds: an iteration that is closed at its quota takes no "
+                f"more prompts, got oversample={self.oversample} and {self.refill_rounds} rounds. Set one of "
+                "them to 0."
+            )
+        return self
 
     @model_validator(mode="after")
     def _workers_can_take_all_portions(self) -> Self:

@@ -64,6 +64,9 @@ class TrainConfig(Section):
     """A rank that works more than so many times as long as the median rank is named in the metrics."""
     max_nonfinite_steps: int = Field(default=5, ge=1)
     """Steps in a row without a finite loss and gradient, each skipped, after which the run stops."""
+    replay_routing: Literal["none", "experts", "experts_and_weights"] = "none"
+    """Send each token to the experts that the rollout engine chose for it, with the weights it gave them or
+    with the trainer's own; needs ``rollout.record_routing``."""
     freeze_router: bool = False
     """Leave the routers as the sampling policy has them."""
     router_aux_loss_coefficient: float = Field(default=0.0, ge=0)

@@ -41,6 +41,8 @@ class Manifest(BaseModel):
     code_revision: str
     batch: str = ""
     """Key of the train batch it consumed; empty if none."""
+    critic: str = ""
+    """Key of the manifest of the critic that was trained with it; empty if none."""
     num_samples: int = Field(default=0, ge=0)
     cursor: int = Field(default=0, ge=0)
     """Position in the prompts from which the next iteration reads."""

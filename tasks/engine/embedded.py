@@ -16,6 +16,7 @@ from tasks.engine.protocol import Completion, Request, SamplingParams
 from tasks.engine.sampling import sample, uniforms
 from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.model import load_policy
+from tasks.policy.replay import RoutingRecorder
 
 
 class EmbeddedEngine:
@@ -28,11 +29,13 @@ class EmbeddedEngine:
         self.batch_size, self.dtype = batch_size, dtype
         self.model: torch.nn.Module | None = None
         self.version: int | None = None
+        self.recorder: RoutingRecorder | None = None
         self._is_aborted = threading.Event()
 
     def load(self, folder: Path, version: int) -> None:
         self.model, self.version = None, None
         self.model = load_policy(folder, dispatcher=LocalDispatcher(), dtype=self.dtype).eval()
+        self.recorder = None
         self.version = version
 
     def describe(self) -> str:
@@ -42,16 +45,20 @@ class EmbeddedEngine:
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         if self.model is None:
             raise RuntimeError("the engine must load a policy version before it generates; call load first.")
-        if params.record_routing != "none":
-            raise ValueError(
-                "record_routing must be none for the embedded engine, got "
-                f"{params.record_routing}. Set rollout.record_routing to none."
-            )
         self._is_aborted.clear()
+        recorder = self._recorder(params)
         completions: list[list[Completion]] = []
         for batch in _batches(requests, self.batch_size):
-            completions += _generate_batch(self.model, batch, params, self._is_aborted)
+            completions += _generate_batch(self.model, recorder, batch, params, self._is_aborted)
         return completions
+
+    def _recorder(self, params: SamplingParams) -> RoutingRecorder | None:
+        is_on = params.record_routing != "none"
+        if self.recorder is None and is_on and self.model is not None:
+            self.recorder = RoutingRecorder(self.model)
+        if self.recorder is not None:
+            self.recorder.is_on = is_on
+        return self.recorder if is_on else None
 
     def abort(self) -> None:
         self._is_aborted.set()
@@ -71,7 +78,11 @@ def _batches(requests: Sequence[Request], batch_size: int) -> list[list[Request]
 
 
 def _generate_batch(
-    model: torch.nn.Module, requests: Sequence[Request], params: SamplingParams, is_aborted: threading.Event
+    model: torch.nn.Module,
+    recorder: RoutingRecorder | None,
+    requests: Sequence[Request],
+    params: SamplingParams,
+    is_aborted: threading.Event,
 ) -> list[list[Completion]]:
     copies = [len(request.seeds) for request in requests]
     if is_aborted.is_set():
@@ -80,6 +91,7 @@ def _generate_batch(
     seeds = np.array([seed for request in requests for seed in request.seeds], dtype=np.uint64)
     begun = np.repeat([request.num_sampled for request in requests], copies)
     state = _Decoding(model, requests, copies)
+    routing = _Routing(recorder, requests, copies)
     tokens: list[list[int]] = [[] for _ in seeds]
     logprobs: list[list[float]] = [[] for _ in seeds]
     stop = torch.tensor(sorted(params.stop_ids))
@@ -103,19 +115,57 @@ def _generate_batch(
         if is_aborted.is_set():
             break
         state.advance(token_B, kept)
+        routing.add(alive.tolist())
     budgets = (params.max_new_tokens - begun).tolist()
     rows = (
-        _completion(ids, values, params, budget)
-        for ids, values, budget in zip(tokens, logprobs, budgets, strict=True)
+        _completion(tokens[sample], logprobs[sample], params, budget, routing.of(sample, params))
+        for sample, budget in enumerate(budgets)
     )
     return [[next(rows) for _ in range(count)] for count in copies]
 
 
-def _completion(ids: list[int], logprobs: list[float], params: SamplingParams, budget: int) -> Completion:
+def _completion(
+    ids: list[int],
+    logprobs: list[float],
+    params: SamplingParams,
+    budget: int,
+    routing: dict[str, np.ndarray],
+) -> Completion:
     is_stopped = ids[-1] in params.stop_ids
     is_full = len(ids) == budget
     reason = "stop" if is_stopped else "length" if is_full else "abort"
-    return Completion(response_ids=ids, logprobs=logprobs, finish_reason=reason)
+    return Completion(response_ids=ids, logprobs=logprobs, finish_reason=reason, **routing)
+
+
+class _Routing:
+    """The routing record of every sample of a batch; empty where none is asked for."""
+
+    def __init__(self, recorder: RoutingRecorder | None, requests: Sequence[Request], copies: list[int]):
+        self.recorder = recorder
+        self.parts: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        if recorder is None:
+            return
+        expert_PLNK, weight_PLNK = recorder.take(len(requests))
+        for row, (request, count) in enumerate(zip(requests, copies, strict=True)):
+            length = len(request.prompt_ids)  # prompts are padded on the left
+            prompt = expert_PLNK[row, -length:], weight_PLNK[row, -length:]
+            self.parts += [[prompt] for _ in range(count)]
+
+    def add(self, alive: list[int]) -> None:
+        """The decoding step of the samples in ``alive``, in the order of the batch."""
+        if self.recorder is not None:
+            expert_B1NK, weight_B1NK = self.recorder.take(len(alive))
+            for row, sample in enumerate(alive):
+                self.parts[sample].append((expert_B1NK[row], weight_B1NK[row]))
+
+    def of(self, sample: int, params: SamplingParams) -> dict[str, np.ndarray]:
+        """A row for each token that was read: all but the last."""
+        if self.recorder is None:
+            return {}
+        experts, weights = (np.concatenate(parts) for parts in zip(*self.parts[sample], strict=True))
+        if params.record_routing == "experts":
+            return {"routed_experts": experts}
+        return {"routed_experts": experts, "routed_weights": weights}
 
 
 class _Decoding:

@@ -16,7 +16,8 @@ from tasks.policy.mesh import ParallelMesh
 from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.progress import Progress, slow_ranks
 from tasks.policy.router import RouterBalance
-from tasks.policy.trainer import train_minibatch
+from tasks.policy.routing import Routing
+from tasks.policy.trainer import Read, policy_reader, train_minibatch
 from tasks.rl.losses import supervised_loss
 from tasks.rl.objective import PER_TOKEN, policy_objective
 from tasks.rl.packing import (
@@ -39,6 +40,15 @@ class Trainee:
     progress: Progress
     nonfinite: NonFiniteSteps
     balance: RouterBalance | None
+    routing: Routing | None = None
+
+    def reader(self, config: CampaignConfig, *, objective: str) -> Read:
+        """How a batch is read: samples at the temperature they were sampled with, demonstrations at 1."""
+        return policy_reader(
+            temperature=config.rollout.temperature if objective == "clipped_policy" else 1.0,
+            kernel=config.train.logprob_kernel,
+            keep_gb=config.train.logprob_keep_gb,
+        )
 
 
 def train(
@@ -74,6 +84,7 @@ def train(
         **report,
         **per_token,
         **_balance_metrics(totals, taken, config),
+        **(trainee.routing.metrics(mesh) if trainee.routing else {}),
         **_slow_rank_metrics(mesh, trainee.progress, config.train.slow_rank_factor),
         "trained_tokens": totals.get("tokens", 0.0),
         "samples": float(len(rows)),
@@ -111,9 +122,8 @@ def _step(
         ),
         num_global_tokens=num_global_tokens,
         max_grad_norm=settings.max_grad_norm,
-        temperature=config.rollout.temperature if objective == "clipped_policy" else 1.0,
-        logprob_kernel=settings.logprob_kernel,
-        logprob_keep_gb=settings.logprob_keep_gb,
+        read=trainee.reader(config, objective=objective),
+        routing=trainee.routing,
         balance=trainee.balance,
         progress=trainee.progress,
         on_nonfinite=keep,

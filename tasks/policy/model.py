@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForTokenClassification,
     DeepseekV3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -24,6 +25,11 @@ from tasks.policy.dispatch import Dispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.names import Piece, disk_pieces, stored_tensors
 from tasks.policy.place import layout_of
+from tasks.policy.shards import local_tensor
+
+Head = Literal["tokens", "value"]
+VALUE_ARCHITECTURE, VALUE_HEAD = "ForTokenClassification", "score."
+"""How transformers names a model that says numbers for each token, and its head."""
 
 
 def build_random(
@@ -107,23 +113,29 @@ def load_policy(
     device: torch.device | str = "cpu",
     expert_kernel: Literal["torch", "fused"] = "torch",
     prepare: Callable[[PreTrainedModel], None] = lambda model: None,
+    head: Head = "tokens",
 ) -> PreTrainedModel:
     """Read a safetensors folder tensor by tensor; what other ranks hold is never read nor allocated.
 
     Every floating-point tensor becomes ``dtype``, except those that transformers pins to float32 for their
     family (DeepSeek's routing bias, whose rounding would change which experts a token selects). ``prepare``
-    sees the model on the meta device with its dispatcher: the moment to split its parameters.
+    sees the model on the meta device with its dispatcher: the moment to split its parameters. With ``head``
+    "value" the model says one number a token; in the folder of a policy, which has no such head, it says 0.
     """
     config = AutoConfig.from_pretrained(folder)
+    is_policy = not any(name.endswith(VALUE_ARCHITECTURE) for name in config.architectures or [])
     with torch.device("meta"):
-        model = _from_config(config, dtype)
+        model = _from_config(config, dtype, head)
     attach_dispatcher(model, dispatcher, kernel=expert_kernel)
     prepare(model)
     _materialise(model, dtype=dtype, device=device)
     targets = dict(stored_tensors(model))
     with torch.no_grad():
         pieces = {piece.disk_name: piece for piece in disk_pieces(model)}
-        for piece, tensor in read_pieces(folder, "model", pieces, _superfluous_names(model)):
+        if head == "value" and is_policy:
+            for name in [name for name in pieces if name.startswith(VALUE_HEAD)]:
+                local_tensor(targets[pieces.pop(name).model_name]).zero_()
+        for piece, tensor in read_pieces(folder, "model", pieces, _superfluous_names(model, head)):
             fill(targets[piece.model_name], piece, tensor)
     return model
 
@@ -196,21 +208,27 @@ def tensor_files(folder: Path, stem: str) -> list[Path]:
     )
 
 
-def _superfluous_names(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Second copies of tied weights, what the family itself passes over (DeepSeek's prediction layer), and
-    what other pipeline stages hold."""
+def _superfluous_names(model: PreTrainedModel, head: Head) -> Callable[[str], bool]:
+    """Second copies of tied weights, what the family itself passes over (DeepSeek's prediction layer), what
+    other pipeline stages hold, and of a policy that becomes a critic its head."""
     passed = layout_of(model).elsewhere | set(model.all_tied_weights_keys)
-    patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or []]
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or []), *(["^lm_head"] if head == "value" else [])]
+    patterns = [re.compile(pattern) for pattern in ignored]
     return lambda name: name in passed or any(pattern.search(name) for pattern in patterns)
 
 
-def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _from_config(config: PreTrainedConfig, dtype: torch.dtype, head: Head = "tokens") -> PreTrainedModel:
     # Balancing is the algorithm's business: no auxiliary loss may enter the model's own output.
     for field, off in (("output_router_logits", False), ("router_aux_loss_coef", 0.0)):
         if hasattr(config, field):
             setattr(config, field, off)
     # eval: a dropped unit would make the trained log-probability differ from the sampled token's
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if head == "tokens":
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    config.num_labels, config.classifier_dropout = 1, 0.0
+    model = AutoModelForTokenClassification.from_config(config, dtype=dtype).eval()
+    model.config.architectures = [type(model).__name__]
+    return model
 
 
 def stored_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:

@@ -31,12 +31,28 @@ MicroBatch = Mapping[str, Tensor]
 """[B, L]: ``input_ids``, ``attention_mask``, ``position_ids`` if packed, and what the loss function reads."""
 
 
-class LossFn(Protocol):
-    """A loss already divided by the global token count, and metrics that are sums over tokens."""
+LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+"""From what ``Read`` gave (of a policy: log-probabilities and entropies) and the micro-batch to a loss that
+is already divided by the global token count, and metrics that are sums over tokens."""
+
+
+class Read(Protocol):
+    """The last part of a forward pass over a micro-batch: what the loss needs of it, [B, L] each."""
 
     def __call__(
-        self, logprob_BL: Tensor, entropy_BL: Tensor, micro_batch: MicroBatch, /
-    ) -> tuple[Tensor, Mapping[str, Tensor]]: ...
+        self,
+        model: PreTrainedModel,
+        micro_batch: MicroBatch,
+        *,
+        hidden_BlD: Tensor | None = None,
+        cp_group: dist.ProcessGroup | None = None,
+    ) -> tuple[Tensor, ...]: ...
+
+
+class RouterWatch(Protocol):
+    """What replays or counts the choices of a model's routers."""
+
+    def use(self, micro_batch: MicroBatch) -> None: ...
 
 
 def make_optimizer(
@@ -53,6 +69,24 @@ def make_optimizer(
     return AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
 
+def policy_reader(*, temperature: float = 1.0, kernel: LogprobKernel = "torch", keep_gb: float = 0.0) -> Read:
+    """Reads log-probabilities and entropies."""
+
+    def read(model: PreTrainedModel, micro_batch: MicroBatch, **split: Any) -> tuple[Tensor, Tensor]:
+        return token_logprobs_and_entropy(
+            model,
+            micro_batch["input_ids"],
+            micro_batch["attention_mask"],
+            temperature,
+            position_BL=micro_batch.get("position_ids"),
+            kernel=kernel,
+            keep_gb=keep_gb,
+            **split,
+        )
+
+    return read
+
+
 def train_minibatch(
     model: PreTrainedModel,
     optimizer: Optimizer,
@@ -62,26 +96,26 @@ def train_minibatch(
     *,
     num_global_tokens: int,
     max_grad_norm: float,
-    temperature: float = 1.0,
+    read: Read | None = None,
     min_micro_batches: int = 1,
-    logprob_kernel: LogprobKernel = "torch",
-    logprob_keep_gb: float = 0.0,
+    routing: RouterWatch | None = None,
     balance: RouterBalance | None = None,
     progress: Progress | None = None,
     on_nonfinite: Callable[[list[int]], None] | None = None,
 ) -> dict[str, float]:
     """Accumulate over this rank's micro-batches, reduce, clip, step; returns metrics summed over all ranks.
 
+    Without ``read`` the model is a policy at temperature 1. ``routing`` is told of each micro-batch first.
     ``num_global_tokens`` is what ``loss_fn`` divided by; ranks that disagree on it are refused. Beside the
     loss function's sums the metrics hold ``loss``, ``grad_norm``, ``micro_batches`` and ``skipped``: 1 when
     loss or gradient was not finite on any rank, in which case no rank stepped and ``on_nonfinite`` got the
     numbers of this rank's micro-batches at fault: those without a finite loss, or all if every loss was.
     """
     progress = progress or Progress()
-    num_passes = _agree_on_passes(model, mesh, len(micro_batches), num_global_tokens, min_micro_batches)
+    num_passes = agree_on_passes(model, mesh, len(micro_batches), num_global_tokens, min_micro_batches)
     optimizer.zero_grad(set_to_none=True)
-    options = {"temperature": temperature, "kernel": logprob_kernel, "keep_gb": logprob_keep_gb}
-    passes = _Passes(model, mesh, micro_batches, loss_fn, num_global_tokens, options, balance, progress)
+    read = read or policy_reader()
+    passes = _Passes(model, mesh, micro_batches, loss_fn, num_global_tokens, read, routing, balance, progress)
     with progress.working():
         run_passes(mesh, num_passes, passes.forward, passes.room)
     progress.at("reduce gradients")
@@ -111,7 +145,8 @@ class _Passes:
     micro_batches: Sequence[MicroBatch]
     loss_fn: LossFn
     num_global_tokens: int
-    options: dict[str, Any]
+    read: Read
+    routing: RouterWatch | None
     balance: RouterBalance | None
     progress: Progress
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -121,23 +156,17 @@ class _Passes:
         """The hidden states that this pipeline stage makes of those before it, or the loss on the last."""
         self.progress.at("forward and backward", index)
         micro, cp_group = self._micro_batch(index), self.mesh.cp_group
-        given: dict[str, Any] = {"position_BL": micro.get("position_ids"), "hidden_BlD": hidden_BlD}
+        if self.routing is not None:
+            self.routing.use(micro)
         if self.mesh.stage < self.mesh.pp - 1:
-            tokens = micro["input_ids"], micro["attention_mask"]
-            return self.model(**stage_inputs(self.model, *tokens, **given, cp_group=cp_group)).logits
-        logprob_BL, entropy_BL = token_logprobs_and_entropy(
-            self.model,
-            micro["input_ids"],
-            micro["attention_mask"],
-            **self.options,
-            **given,
-            cp_group=cp_group,
-        )
+            tokens = micro["input_ids"], micro["attention_mask"], micro.get("position_ids")
+            return self.model(**stage_inputs(self.model, *tokens, hidden_BlD, cp_group)).logits
+        outputs = self.read(self.model, micro, hidden_BlD=hidden_BlD, cp_group=cp_group)
         if index >= len(self.micro_batches):  # weight zero, in step with the other ranks' real ones
             if self.balance is not None:
                 self.balance.clear()
-            return logprob_BL.sum() * 0.0
-        loss, metrics = self.loss_fn(logprob_BL, entropy_BL, micro)
+            return outputs[0].sum() * 0.0
+        loss, metrics = self.loss_fn(*outputs, micro)
         if self.balance is not None:
             extra, seen = self.balance.loss(micro, num_global_tokens=self.num_global_tokens)
             loss, metrics = loss + extra, {**metrics, **seen}
@@ -156,13 +185,19 @@ class _Passes:
         """Of a pass, or two tokens that keep this rank in step with those that have more."""
         if index < len(self.micro_batches):
             return self.micro_batches[index]
-        input_ids_BL = torch.zeros(1, 2, dtype=torch.int64, device=self.model.device)
-        return {"input_ids": input_ids_BL, "attention_mask": torch.ones_like(input_ids_BL)}
+        return empty_micro_batch(self.model)
 
 
-def _agree_on_passes(
+def empty_micro_batch(model: PreTrainedModel) -> MicroBatch:
+    """For a pass through every layer with weight zero, in step with the other ranks' real ones."""
+    input_ids_BL = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    return {"input_ids": input_ids_BL, "attention_mask": torch.ones_like(input_ids_BL)}
+
+
+def agree_on_passes(
     model: PreTrainedModel, mesh: ParallelMesh, num_micro_batches: int, num_global_tokens: int, minimum: int
 ) -> int:
+    """Passes that every rank makes: as many as the rank with the most micro-batches."""
     if num_global_tokens < 1:
         raise ValueError(
             f"num_global_tokens must be positive, got {num_global_tokens}. "

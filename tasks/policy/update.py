@@ -26,12 +26,13 @@ from transformers import PreTrainedModel
 from tasks.artifacts.manifest import Blob, Manifest
 from tasks.config import CampaignConfig
 from tasks.policy import weights
+from tasks.policy.beside import Bench, update_critic, with_other_versions, with_proximal
 from tasks.policy.context import split_context
 from tasks.policy.dispatch import Dispatcher, make_dispatcher
 from tasks.policy.epoch import Trainee, train
 from tasks.policy.fsdp import is_fully_sharded
 from tasks.policy.mesh import ParallelMesh, make_mesh
-from tasks.policy.model import load_policy
+from tasks.policy.model import Head, load_policy
 from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.norms import use_fused_norms
 from tasks.policy.packed import require_packable
@@ -39,6 +40,7 @@ from tasks.policy.parallel import distribute
 from tasks.policy.progress import Progress, Watchdog
 from tasks.policy.recompute import checkpoint_activations
 from tasks.policy.router import RouterBalance, freeze_routers
+from tasks.policy.routing import Routing
 from tasks.policy.stopping import exit_on_sigterm
 from tasks.policy.trainer import make_optimizer
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
@@ -61,9 +63,12 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
         progress.at("load")
         parent = store.manifest(policy)
         folder = store.pull(policy)
-        model = _load(folder, dispatcher, config, mesh)
-        balance = _adjust(model, config, mesh)
         rows = read_batch(store, batch)
+        bench = _bench(run, store, batch, mesh, dispatcher)
+        rows, critic, critic_metrics = update_critic(bench, with_other_versions(bench, rows), parent, folder)
+        model = _load(folder, dispatcher, config, mesh)
+        routing = Routing(model, replay=config.train.replay_routing, cp_group=mesh.cp_group)
+        balance = _adjust(model, config, mesh)
         optimizer = _optimizer(model, folder, config, batch, resumes=parent.kind == "iteration")
         clock.lap("load")
         nonfinite = NonFiniteSteps(
@@ -73,7 +78,10 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
             limit=config.train.max_nonfinite_steps,
             in_a_row=int(parent.metrics.get("nonfinite_in_a_row", 0)),
         )
-        trainee = Trainee(model, optimizer, mesh, progress=progress, nonfinite=nonfinite, balance=balance)
+        trainee = Trainee(
+            model, optimizer, mesh, progress=progress, nonfinite=nonfinite, balance=balance, routing=routing
+        )
+        rows = with_proximal(bench, model, rows, routing)
         metrics = train(trainee, rows, config, objective=batch.objective)
         clock.lap("train")
         progress.at("upload")
@@ -92,10 +100,11 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
             config_digest=config.digest(),
             code_revision=run.code_revision,
             batch=batch.key,
+            critic=critic,
             num_samples=int(metrics.pop("samples")),
-            metrics={**batch.metrics, **metrics},
+            metrics={**batch.metrics, **critic_metrics, **metrics},
             seconds={**batch.seconds, **clock.seconds},
-            cursor=(batch.iteration + 1) * config.rollout.prompts_per_iteration,
+            cursor=(batch.iteration + 1) * config.rollout.prompts_reserved,
         )
         if dist.get_rank() == 0:
             _say(batch, metrics, clock, f"{dispatcher.describe()}; {_kernels(config)}")
@@ -155,16 +164,36 @@ def store_shards(
 
 
 def _load(
-    folder: Path, dispatcher: Dispatcher, config: CampaignConfig, mesh: ParallelMesh
+    folder: Path, dispatcher: Dispatcher, config: CampaignConfig, mesh: ParallelMesh, *, head: Head = "tokens"
 ) -> PreTrainedModel:
-    """The policy to train, on this rank's device."""
+    """The policy to train, or a model beside it, on this rank's device."""
     return load_policy(
         folder,
         dispatcher=dispatcher,
         device=_device(config),
         expert_kernel=config.train.expert_kernel,
         prepare=partial(distribute, mesh=mesh, compute_dtype=getattr(torch, config.train.compute_dtype)),
+        head=head,
     ).train()
+
+
+def _bench(
+    run: CampaignRun, store: "PolicyStore", batch: TrainBatch, mesh: ParallelMesh, dispatcher: Dispatcher
+) -> Bench:
+    """For the models beside the policy: loaded, optimised and stored as it is."""
+    config = run.config
+
+    def load(folder: Path, *, head: Head = "tokens") -> PreTrainedModel:
+        return _load(folder, dispatcher, config, mesh, head=head)
+
+    def save(
+        critics: "PolicyStore", model: PreTrainedModel, optimizer: AdamW, files: dict[str, Blob]
+    ) -> tuple[dict[str, Blob], str]:
+        return store_shards(critics, model, optimizer, mesh, files, dtype=getattr(torch, config.model.dtype))
+
+    return Bench(
+        run=run, store=store, batch=batch, mesh=mesh, load=load, optimizer=partial(_adamw, config), save=save
+    )
 
 
 def _device(config: CampaignConfig) -> torch.device:
@@ -215,8 +244,15 @@ def _optimizer(
     """The parent's optimizer state if an iteration made it; a warm start and its successor begin anew."""
     is_supervised = batch.objective == "supervised"
     lr = config.warm_start.learning_rate if is_supervised else learning_rate(config, batch.iteration)
+    optimizer = _adamw(config, model, lr)
+    if resumes:
+        weights.load_optimizer(model, optimizer, folder)
+    return optimizer
+
+
+def _adamw(config: CampaignConfig, model: PreTrainedModel, lr: float) -> AdamW:
     train = config.train
-    optimizer = make_optimizer(
+    return make_optimizer(
         model,
         lr=lr,
         betas=(train.beta1, train.beta2),
@@ -225,9 +261,6 @@ def _optimizer(
         # one fused call cannot take parameters that are split over different meshes
         fused=True if train.backend == "nccl" and not is_fully_sharded(model) else None,
     )
-    if resumes:
-        weights.load_optimizer(model, optimizer, folder)
-    return optimizer
 
 
 @contextlib.contextmanager

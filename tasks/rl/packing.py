@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tasks.experience.routing import unpack
+
 Packing = Literal["padded", "packed"]
 TOKEN_COLUMNS = ("proximal_logprob", "reference_logprob", "weight", "value", "return")
 """What a row may hold beside its tokens, one number each, once ``preparation.py`` has seen the batch."""
+PADDING = {"routed_experts": -1}
+"""What stands where a row ends before the longest, where that is not 0."""
 
 
 def rank_share(rows: Sequence[dict[str, Any]], *, rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -56,7 +60,9 @@ def collate(rows: Sequence[dict[str, Any]], *, packing: Packing) -> dict[str, Te
     samples = [_sample_tensors(row, number) for number, row in enumerate(rows)]
     if packing == "padded":
         return {
-            name: pad_sequence([sample[name] for sample in samples], batch_first=True)
+            name: pad_sequence(
+                [sample[name] for sample in samples], batch_first=True, padding_value=PADDING.get(name, 0)
+            )
             for name in samples[0]
             if name != "position_ids"
         }
@@ -108,4 +114,16 @@ def _sample_tensors(row: dict[str, Any], number: int) -> dict[str, Tensor]:
         if name in row:
             sample[name] = torch.zeros(end)
             sample[name][start:] = torch.tensor(row[name])
-    return sample
+    return sample | _routing_tensors(row, end)
+
+
+def _routing_tensors(row: dict[str, Any], length: int) -> dict[str, Tensor]:
+    """[L, layers, k] of the record, where there is one: the last token was never read, so it has none."""
+    found = {}
+    for name in ("routed_experts", "routed_weights"):
+        if (payload := row.get(name)) is not None:
+            record = torch.from_numpy(unpack(payload).copy())
+            record = record.to(torch.int16) if name == "routed_experts" else record
+            missing = record.new_full((length - len(record), *record.shape[1:]), PADDING.get(name, 0))
+            found[name] = torch.cat([record, missing])
+    return found

@@ -1,0 +1,174 @@
+"""Models beside the policy of an update: a reference, a teacher, the critic. Each is loaded, does its part
+and is let go of before the next one, and all before the policy, so that memory never holds two.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+from transformers import PreTrainedModel
+
+from tasks.artifacts.critics import critic_store, find_critic, keep_candidate
+from tasks.artifacts.manifest import Blob, Manifest
+from tasks.policy import weights
+from tasks.policy.critic import Critic, train_critic
+from tasks.policy.mesh import ParallelMesh
+from tasks.policy.model import Head
+from tasks.policy.reading import read_rows
+from tasks.policy.trainer import Read, RouterWatch, policy_reader
+from tasks.records import CampaignRun, TrainBatch
+from tasks.session import OPTIMIZER, open_store
+
+if TYPE_CHECKING:
+    from tasks.artifacts.store import PolicyStore
+
+Row = dict[str, Any]
+
+
+class Load(Protocol):
+    """Loads a folder as the update loads its policy: same ranks, same sharding, same kernels."""
+
+    def __call__(self, folder: Path, *, head: Head = "tokens") -> PreTrainedModel: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """How this update loads, reads, optimises and stores a model, whichever it is."""
+
+    run: CampaignRun
+    store: PolicyStore
+    batch: TrainBatch
+    mesh: ParallelMesh
+    load: Load
+    optimizer: Callable[[PreTrainedModel, float], AdamW]
+    save: Callable[[PolicyStore, PreTrainedModel, AdamW, dict[str, Blob]], tuple[dict[str, Blob], str]]
+
+    def read(
+        self, model: PreTrainedModel, rows: Sequence[Row], read: Read, routing: RouterWatch | None = None
+    ) -> list[list[float]]:
+        train = self.run.config.train
+        return read_rows(
+            model,
+            rows,
+            self.mesh,
+            read,
+            max_tokens=train.micro_batch_tokens,
+            packing=train.packing,
+            routing=routing,
+        )
+
+
+def with_other_versions(bench: Bench, rows: list[Row]) -> list[Row]:
+    """Rows with the log-probabilities of the reference and of the teacher, as far as the algorithm has any.
+
+    They route by themselves: what is replayed is the sampling policy's.
+    """
+    algorithm, run = bench.run.config.algorithm, bench.run
+    if bench.batch.objective == "supervised":
+        return rows
+    folders: dict[str, Path] = {}
+    if algorithm.kl != "none":
+        folders["reference_logprob"] = bench.store.pull(algorithm.reference_version, without=OPTIMIZER)
+    if algorithm.advantage == "teacher":
+        teachers = open_store(run.config, algorithm.teacher.campaign)
+        folders["teacher_logprob"] = teachers.pull(algorithm.teacher.version, without=OPTIMIZER)
+    for column, folder in folders.items():
+        model = bench.load(folder)
+        rows = with_column(rows, column, bench.read(model, rows, logprob_reader(run)))
+        del model
+        release()
+    return rows
+
+
+def with_proximal(
+    bench: Bench, model: PreTrainedModel, rows: list[Row], routing: RouterWatch | None
+) -> list[Row]:
+    """Rows with the log-probabilities of the policy before its first step, where the algorithm asks for them;
+    with the routing of the training itself, replayed or not."""
+    is_recomputed = bench.run.config.algorithm.correction.proximal == "recomputed"
+    if bench.batch.objective == "supervised" or not is_recomputed:
+        return rows
+    return with_column(rows, "proximal_logprob", bench.read(model, rows, logprob_reader(bench.run), routing))
+
+
+def update_critic(
+    bench: Bench, rows: list[Row], policy: Manifest, folder: Path
+) -> tuple[list[Row], str, dict[str, float]]:
+    """Rows with values, the key of the trained critic's manifest (empty without a critic), and metrics.
+
+    ``folder`` holds ``policy``, which becomes critic version 0 when there is none.
+    """
+    config = bench.run.config
+    if config.algorithm.advantage != "gae" or bench.batch.objective == "supervised":
+        return rows, "", {}
+    found = find_critic(bench.run, bench.store, policy)
+    model = bench.load(found[0] if found else folder, head="value")
+    optimizer = bench.optimizer(model, config.algorithm.critic.learning_rate)
+    critics = critic_store(bench.run)
+    if found:
+        weights.load_optimizer(model, optimizer, found[0])
+        parent = found[1]
+    else:
+        parent = _manifest(bench, critics, model, optimizer, policy=policy, parent=None)
+        if dist.get_rank() == 0:
+            critics.commit(parent)
+    critic = Critic(model, optimizer, bench.mesh)
+    rows, metrics = train_critic(critic, rows, config.algorithm, config.train)
+    manifest = _manifest(bench, critics, model, optimizer, policy=policy, parent=parent)
+    del critic, model, optimizer
+    release()
+    return rows, keep_candidate(bench.store, manifest, is_writer=dist.get_rank() == 0), metrics
+
+
+def _manifest(
+    bench: Bench,
+    critics: PolicyStore,
+    model: PreTrainedModel,
+    optimizer: AdamW,
+    *,
+    policy: Manifest,
+    parent: Manifest | None,
+) -> Manifest:
+    """Store the critic's shards and describe them; without a parent as version 0. Collective."""
+    files, digest = bench.save(critics, model, optimizer, parent.files if parent else {})
+    if parent is None:
+        files |= {"config.json": critics.put_bytes(model.config.to_json_string().encode())}
+    return Manifest(
+        campaign=critics.campaign,
+        version=parent.version + 1 if parent else 0,
+        parent=parent.version if parent else None,
+        kind="iteration" if parent else "init",
+        iteration=policy.iteration + 1 if parent else 0,
+        files=files,
+        tensor_digest=digest,
+        config_digest=bench.run.config.digest(),
+        code_revision=bench.run.code_revision,
+        batch=bench.batch.key if parent else "",
+        num_samples=bench.batch.num_samples if parent else 0,
+    )
+
+
+def logprob_reader(run: CampaignRun) -> Read:
+    """Reads samples at the temperature they were sampled with."""
+    train = run.config.train
+    return policy_reader(
+        temperature=run.config.rollout.temperature, kernel=train.logprob_kernel, keep_gb=train.logprob_keep_gb
+    )
+
+
+def with_column(rows: list[Row], column: str, values: Sequence[Any]) -> list[Row]:
+    return [{**row, column: value} for row, value in zip(rows, values, strict=True)]
+
+
+def release() -> None:
+    """Give back the memory of a model that nothing refers to any more; modules and hooks form cycles."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

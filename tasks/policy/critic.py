@@ -1,0 +1,109 @@
+"""PPO's critic: a policy-like artefact with versions of its own, trained on the policy's ranks before it.
+
+Advantages and returns are fixed before the first step, so the critic is trained first and let go of before
+the policy is loaded: memory never holds both with their optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from transformers import PreTrainedModel
+
+from tasks.algorithm_config import AlgorithmConfig, CorrectionConfig
+from tasks.policy.logprobs import stage_inputs
+from tasks.policy.mesh import ParallelMesh
+from tasks.policy.reading import read_rows
+from tasks.policy.trainer import MicroBatch, Read, train_minibatch
+from tasks.rl.objective import value_objective
+from tasks.rl.packing import micro_batches, num_trained_tokens, rank_share
+from tasks.rl.preparation import prepare_rows
+from tasks.train_config import TrainConfig
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Critic:
+    model: PreTrainedModel
+    optimizer: AdamW
+    mesh: ParallelMesh
+
+
+def value_reader() -> Read:
+    """Reads the value of the state in which each token was chosen: that before the token."""
+
+    def read(model: PreTrainedModel, micro_batch: MicroBatch, **_: Any) -> tuple[Tensor]:
+        mask_BL, position_BL = micro_batch["attention_mask"], micro_batch.get("position_ids")
+        inputs = stage_inputs(model, micro_batch["input_ids"], mask_BL, position_BL, None, None)
+        before_BM = model(**inputs).logits.squeeze(-1).float()[:, :-1]
+        none_B1 = before_BM.new_zeros(before_BM.shape[0], 1)
+        # what stands at padding or at a sequence's first token is of no sequence, and never in the mask
+        return (torch.cat([none_B1, before_BM], dim=1),)
+
+    return read
+
+
+def train_critic(
+    critic: Critic, rows: Sequence[Row], algorithm: AlgorithmConfig, settings: TrainConfig
+) -> tuple[list[Row], dict[str, float]]:
+    """Rows with the ``value`` of each token before the first step, the critic trained towards their returns,
+    and metrics under ``critic/``. Collective."""
+    values = read_rows(
+        critic.model,
+        rows,
+        critic.mesh,
+        value_reader(),
+        max_tokens=settings.micro_batch_tokens,
+        packing=settings.packing,
+    )
+    valued = [{**row, "value": value} for row, value in zip(rows, values, strict=True)]
+    # returns only: what is corrected or left out is the policy's business
+    with_returns, _ = prepare_rows(valued, algorithm.model_copy(update={"correction": CorrectionConfig()}))
+    minibatches: dict[int, list[Row]] = {}
+    for row in with_returns:
+        minibatches.setdefault(row["minibatch"], []).append(row)
+    totals: dict[str, float] = {"steps": 0.0}
+    for _ in range(algorithm.num_epochs):
+        for _, members in sorted(minibatches.items()):
+            for name, value in _step(critic, members, algorithm, settings).items():
+                totals[name] = totals.get(name, 0.0) + value
+            totals["steps"] += 1
+    return valued, _metrics(totals)
+
+
+def _step(
+    critic: Critic, members: Sequence[Row], algorithm: AlgorithmConfig, settings: TrainConfig
+) -> dict[str, float]:
+    share = rank_share(members, rank=critic.mesh.share, world_size=critic.mesh.num_shares)
+    batches = micro_batches(share, max_tokens=settings.micro_batch_tokens, packing=settings.packing)
+    num_global_tokens = num_trained_tokens(members)
+    return train_minibatch(
+        critic.model,
+        critic.optimizer,
+        critic.mesh,
+        [{name: tensor.to(critic.model.device) for name, tensor in batch.items()} for batch in batches],
+        value_objective(clip=algorithm.critic.value_clip, num_global_tokens=num_global_tokens),
+        num_global_tokens=num_global_tokens,
+        max_grad_norm=settings.max_grad_norm,
+        read=value_reader(),
+    )
+
+
+def _metrics(totals: dict[str, float]) -> dict[str, float]:
+    """Means; ``explained`` is the share of the returns' variance that the values explain."""
+    tokens = max(totals["tokens"], 1.0)
+    mean = totals["return"] / tokens
+    variance = totals["return_square"] / tokens - mean**2
+    return {
+        "critic/value_loss": totals["value_loss"] / tokens,
+        "critic/value": totals["value"] / tokens,
+        "critic/explained": 1 - totals["value_error"] / tokens / variance if variance > 0 else 0.0,
+        "critic/grad_norm": totals["grad_norm"] / max(totals["steps"], 1.0),
+        "critic/skipped_steps": totals["skipped"],
+    }

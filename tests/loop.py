@@ -1,0 +1,260 @@
+"""The campaign's loop in one process on one rank, for tests that learn: minutes become seconds.
+
+The same engine, verifier, assembly, update, critic and configuration as a campaign; left out are the graph,
+the servers, the store and the second rank, which have tests of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tasks.config import CampaignConfig
+from tasks.engine.embedded import EmbeddedEngine
+from tasks.engine.make import sampling_params
+from tasks.engine.protocol import Request
+from tasks.environments.make import make_environment
+from tasks.environments.scoring import judge
+from tasks.experience.ledger import seed_of
+from tasks.policy.beside import with_column
+from tasks.policy.critic import Critic, train_critic
+from tasks.policy.dispatch import LocalDispatcher
+from tasks.policy.epoch import Trainee, train
+from tasks.policy.mesh import make_mesh
+from tasks.policy.model import build_random, load_policy
+from tasks.policy.nonfinite import NonFiniteSteps
+from tasks.policy.progress import Progress
+from tasks.policy.reading import read_rows
+from tasks.policy.routing import Routing
+from tasks.policy.tokenizer import character_tokenizer, encode, prompt_ids
+from tasks.policy.trainer import make_optimizer, policy_reader
+from tasks.policy.update import learning_rate
+from tasks.rl.assembly import assemble_frame
+from tasks.rl.refill import refill_sizes, telling_prompts
+from tasks.schema import ScoredFrame, make_frame
+
+ROOT = Path(__file__).resolve().parent.parent
+LAPTOP = yaml.safe_load((ROOT / "configs/campaigns/laptop.yaml").read_text())
+SAMPLES_PER_PROMPT = 4
+
+
+def laptop(**sections: dict[str, Any]) -> CampaignConfig:
+    """The laptop campaign on one rank, with changes by section."""
+    one_rank = {"train": {"ep": 1, "dispatcher": "local"}}
+    merged = {name: dict(value) if isinstance(value, dict) else value for name, value in LAPTOP.items()}
+    for changes in (one_rank, sections):
+        for name, values in changes.items():
+            merged[name] = merged.get(name, {}) | values if isinstance(values, dict) else values
+    return CampaignConfig.model_validate(merged)
+
+
+@dataclass
+class Curve:
+    """Exact match of each iteration's samples (fresh prompts, temperature 1), and of held-out prompts."""
+
+    exact: list[float] = field(default_factory=list)
+    held_out: float = 0.0
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    samples_per_iteration: int = 0
+
+    def samples_to(self, threshold: float) -> float:
+        """Samples until the exact match first reached the threshold, between iterations by a line."""
+        before = 0.0
+        for index, exact in enumerate(self.exact):
+            if exact >= threshold:
+                part = (threshold - before) / (exact - before) if exact > before else 0.0
+                return max(index - 1 + part, 0.0) * self.samples_per_iteration
+            before = exact
+        return float("inf")
+
+
+class Loop:
+    """A policy that is warm-started and then trained, iteration by iteration."""
+
+    def __init__(self, config: CampaignConfig, folder: Path):
+        self.config, self.mesh = config, make_mesh(1, 1)
+        self.tokenizer = character_tokenizer()
+        self.environment = make_environment(config.environment, seed=config.seed)
+        build_random(
+            **config.model.random.model_dump(),
+            vocab_size=len(self.tokenizer),
+            seed=config.seed,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
+        ).save_pretrained(folder)
+        torch.use_deterministic_algorithms(True)
+        self.folder, self.params = folder, sampling_params(config.rollout, folder)
+        self.model = load_policy(folder, dispatcher=LocalDispatcher()).train()
+        self.routing = Routing(self.model, replay=config.train.replay_routing)
+        self.engine = EmbeddedEngine(batch_size=config.rollout.batch_size)
+        self.engine.load(folder, 0)
+        self.versions: list[dict[str, torch.Tensor]] = []
+        self.critic: Critic | None = None
+        self._warm_start()
+        self.reference = self._weights()
+        self.optimizer = self._adamw(self.model, config.train.learning_rate)
+        if config.algorithm.advantage == "gae":
+            value = load_policy(folder, dispatcher=LocalDispatcher(), head="value").train()
+            value.load_state_dict(self.reference, strict=False)
+            optimizer = self._adamw(value, config.algorithm.critic.learning_rate)
+            self.critic = Critic(value, optimizer, self.mesh)
+
+    def iterate(self, k: int) -> tuple[float, dict[str, float]]:
+        """Sample with the policy of ``max_staleness`` iterations before, train the newest."""
+        self.versions.append(self._weights())
+        age = min(self.config.schedule.max_staleness, k)
+        frame = self.sample(k, self.versions[-1 - age], version=k - age)
+        exact = float(frame["is_exact"].mean())  # pyright: ignore[reportArgumentType]
+        batch, _, metrics = assemble_frame(frame, self.config, iteration=k, policy_version=k)
+        rows, algorithm = batch.rows(named=True), self.config.algorithm
+        if algorithm.kl != "none":
+            rows = with_column(rows, "reference_logprob", self._read(rows, self.reference))
+        if self.critic:
+            rows, found = train_critic(self.critic, rows, algorithm, self.config.train)
+            metrics |= found
+        if algorithm.correction.proximal == "recomputed":
+            rows = with_column(rows, "proximal_logprob", self._read(rows, self.versions[-1]))
+        self.optimizer.param_groups[0]["lr"] = learning_rate(self.config, k)
+        return exact, metrics | self._train(self.optimizer, rows, "clipped_policy")
+
+    def sample(self, k: int, weights: dict[str, torch.Tensor], *, version: int) -> Any:
+        """The scored samples of an iteration."""
+        assert self.engine.model is not None
+        self.engine.model.load_state_dict(weights)
+        rollout = self.config.rollout
+        start, first = k * rollout.prompts_reserved, rollout.prompts_offered
+        rows: list[dict[str, Any]] = []
+        is_telling: list[bool] = []
+        for refill in range(1 + rollout.refill_rounds):
+            sizes = refill_sizes(is_telling, first=first, wanted=rollout.prompts_per_iteration, rounds=refill)
+            if len(sizes) <= refill:
+                break
+            done = len(is_telling)
+            prompts = [self.environment.train_prompt(start + done + i) for i in range(sizes[refill])]
+            rows += self._samples(k, prompts, version, rollout.group_size)
+            telling = telling_prompts(make_frame(rows, ScoredFrame))
+            is_telling += [prompt.prompt_id in telling for prompt in prompts]
+        return make_frame(rows, ScoredFrame)
+
+    def held_out(self) -> float:
+        """Exact match of held-out prompts at temperature 1."""
+        assert self.engine.model is not None
+        self.engine.model.load_state_dict(self._weights())
+        rows = self._samples(-1, self.environment.held_out_prompts(), 0, SAMPLES_PER_PROMPT)
+        return sum(row["is_exact"] for row in rows) / len(rows)
+
+    def _samples(self, k: int, prompts: Any, version: int, copies: int) -> list[dict[str, Any]]:
+        requests = [
+            Request(
+                prompt_ids=tuple(prompt_ids(self.tokenizer, prompt.text)),
+                seeds=tuple(seed_of(self.config.seed, k, prompt.prompt_id, i) for i in range(copies)),
+            )
+            for prompt in prompts
+        ]
+        rows = []
+        for prompt, request, completions in zip(
+            prompts, requests, self.engine.generate(requests, self.params), strict=True
+        ):
+            for index, completion in enumerate(completions):
+                ids, reason = completion.response_ids, completion.finish_reason
+                outcome = judge(
+                    self.environment, self.tokenizer,
+                    prompt_id=prompt.prompt_id, response_ids=ids, finish_reason=reason,
+                )  # fmt: skip
+                rows.append(
+                    {
+                        "iteration": k,
+                        "prompt_id": prompt.prompt_id,
+                        "sample_index": index,
+                        "policy_version": version,
+                        "prompt_ids": list(request.prompt_ids),
+                        "response_ids": ids,
+                        "behavior_logprob": completion.logprobs,
+                        "finish_reason": reason,
+                        "outcome": outcome.kind,
+                        "reward": outcome.reward,
+                        "is_exact": outcome.is_exact,
+                        "reason": outcome.reason,
+                    }
+                )
+        return rows
+
+    def _warm_start(self) -> None:
+        warm, rows = self.config.warm_start, []
+        for position in range(warm.steps * warm.batch_size):
+            prompt = self.environment.train_prompt(position)
+            answer = [
+                *encode(self.tokenizer, self.environment.demonstration(prompt)),
+                self.tokenizer.eos_token_id,
+            ]
+            rows.append(
+                {
+                    "prompt_ids": prompt_ids(self.tokenizer, prompt.text),
+                    "response_ids": answer,
+                    "behavior_logprob": [0.0] * len(answer),
+                    "loss_mask": [True] * len(answer),
+                    "advantage": 0.0,
+                    "minibatch": position // warm.batch_size,
+                }
+            )
+        self._train(self._adamw(self.model, warm.learning_rate), rows, "supervised")
+
+    def _train(self, optimizer: Any, rows: list[dict[str, Any]], objective: str) -> dict[str, float]:
+        nonfinite: Any = NonFiniteSteps(None, iteration=0, rank=0, limit=1, in_a_row=0)  # type: ignore[arg-type]
+        trainee = Trainee(
+            self.model, optimizer, self.mesh, progress=Progress(), nonfinite=nonfinite, balance=None,
+            routing=self.routing,
+        )  # fmt: skip
+        return train(trainee, rows, self.config, objective=objective)
+
+    def _read(self, rows: list[dict[str, Any]], weights: dict[str, torch.Tensor]) -> list[list[float]]:
+        assert self.engine.model is not None
+        self.engine.model.load_state_dict(weights)
+        train_config = self.config.train
+        return read_rows(
+            self.engine.model, rows, self.mesh, policy_reader(),  # type: ignore[arg-type]
+            max_tokens=train_config.micro_batch_tokens, packing=train_config.packing,
+        )  # fmt: skip
+
+    def _adamw(self, model: Any, lr: float) -> Any:
+        train_config = self.config.train
+        betas = (train_config.beta1, train_config.beta2)
+        return make_optimizer(model, lr=lr, betas=betas, eps=train_config.eps, weight_decay=0.0)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+
+
+def learn(config: CampaignConfig, *, until: float = 2.0) -> Curve:
+    """Train for the schedule's iterations, or until an iteration's samples reach ``until``."""
+    torch.set_num_threads(1)
+    curve = Curve(samples_per_iteration=config.rollout.samples_per_iteration)
+    with tempfile.TemporaryDirectory() as name:
+        loop = Loop(config, Path(name))
+        for k in range(config.schedule.iterations):
+            start = time.process_time()
+            exact, metrics = loop.iterate(k)
+            curve.exact.append(exact)
+            curve.metrics.append(metrics)
+            curve.seconds.append(time.process_time() - start)
+            if exact >= until:
+                break
+        curve.held_out = loop.held_out()
+    return curve
+
+
+if __name__ == "__main__":
+    curve = learn(laptop(**json.loads(sys.argv[1])), until=float(sys.argv[2]) if len(sys.argv) > 2 else 2.0)
+    print(" ".join(f"{exact:.3f}" for exact in curve.exact), f"held out {curve.held_out:.3f}")
+    seconds = sum(curve.seconds) / len(curve.seconds)
+    print(f"samples to 0.9: {curve.samples_to(0.9):,.0f}; CPU-s an iteration {seconds:.2f}")
+    print({name: round(value, 4) for name, value in curve.metrics[-1].items()})
