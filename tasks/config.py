@@ -17,6 +17,7 @@ from tasks.algorithm_config import AlgorithmConfig
 from tasks.checkpoint_config import CheckpointConfig
 from tasks.environment_config import EnvironmentConfig, RewardConfig
 from tasks.model_config import ModelConfig, WarmStartConfig
+from tasks.preflight_config import PreflightConfig
 from tasks.rollout_config import BufferConfig, RolloutConfig
 from tasks.section import Section, divisors
 from tasks.train_config import TrainConfig
@@ -55,6 +56,7 @@ class CampaignConfig(Section):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    preflight: PreflightConfig = PreflightConfig()
 
     @model_validator(mode="after")
     def _relations_between_sections(self) -> Self:

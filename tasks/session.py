@@ -66,15 +66,20 @@ def run_buffer(run: CampaignRun, *, digest: str = "") -> "ExperienceBuffer":
     from tasks.experience.buffer import ExperienceBuffer
 
     config = run.config.buffer
-    named = [config.url] if isinstance(config.url, str) else config.url
     return ExperienceBuffer(
-        [_server(run.config, shard, url) for shard, url in enumerate(named)],
+        buffer_urls(run.config),
         f"{run.campaign}@{digest or run.config.digest()}",  # samples made under other rules are other samples
         lease_seconds=run.config.rollout.lease_seconds,
         max_attempts=config.max_attempts,
         capacity_bytes=config.capacity_mb * 2**20,
-        revive=lambda: [_server(run.config, shard, url) for shard, url in enumerate(named)],
+        revive=lambda: buffer_urls(run.config),
     )
+
+
+def buffer_urls(config: CampaignConfig) -> list[str]:
+    """The buffer's servers with their passwords; embedded ones are started."""
+    named = [config.buffer.url] if isinstance(config.buffer.url, str) else config.buffer.url
+    return [_server(config, shard, url) for shard, url in enumerate(named)]
 
 
 def _server(config: CampaignConfig, shard: int, url: str) -> str:

@@ -16,6 +16,7 @@ from tasks import placement
 from tasks.checkpoint import hand_on, initialize, open_campaign, publish, resume
 from tasks.config import CampaignConfig
 from tasks.evaluate import evaluate
+from tasks.preflight import PREFLIGHT
 from tasks.prompts import demonstrations
 from tasks.records import CampaignRun, CampaignState, CampaignSummary
 from tasks.report import report
@@ -78,6 +79,15 @@ def segments(run: CampaignRun, state: CampaignState) -> CampaignState:
     return state
 
 
+@dynamic(**placement.CPU.task_arguments())
+def preflight(run: CampaignRun) -> CampaignRun:
+    """The checks of each role in ``preflight.roles``, one after the other; the rest of the campaign waits."""
+    checked = run
+    for role in run.config.preflight.roles:
+        checked = node(f"preflight-{role}", PREFLIGHT[role](run=checked))
+    return checked
+
+
 @workflow
 def campaign(
     config: CampaignConfig = DEFAULT,
@@ -92,5 +102,6 @@ def campaign(
     run = open_campaign(
         config=config, name=name, iterations=iterations, learning_rate=learning_rate, store=store, fresh=fresh
     )
+    run = preflight(run=run)
     state = first_versions(run=run, state=resume(run=run))
     return report(run=run, state=segments(run=run, state=state))
