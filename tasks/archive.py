@@ -17,6 +17,7 @@ def archive(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Sampl
     import polars as pl
 
     from tasks.experience.archive import archive_bytes, archive_key
+    from tasks.experience.leftovers import with_inherited
     from tasks.rl.assembly import sample_fates
     from tasks.schema import ScoredFrame, TrainFrame, from_bytes
 
@@ -26,8 +27,9 @@ def archive(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Sampl
     if payload is None:
         train = from_bytes(store.get_object(batch.key), schema=TrainFrame)
         frame = from_bytes(*(group.payload for group in buffer.scan_scored(iteration)), schema=ScoredFrame)
-        samples = sample_fates(frame, train, run.config, policy_version=policy.version)
-        if not len(samples):  # the buffer was lost after sealing: what was trained is still known
+        everything = with_inherited(run, iteration, frame)
+        samples = sample_fates(everything, train, run.config, policy_version=policy.version)
+        if not len(frame):  # the buffer was lost after sealing: what was trained is still known
             samples = train.with_columns(fate=pl.lit("trained"))
             say(
                 "archive",

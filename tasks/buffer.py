@@ -21,7 +21,8 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
     The first seal of an iteration stands: a repeated call returns it, so a retried trainer reads the same
     bytes.
     """
-    from tasks.rl.assembly import assemble_frame
+    from tasks.experience.leftovers import leave_over, with_inherited
+    from tasks.rl.assembly import KEPT, assemble_frame
     from tasks.schema import ScoredFrame, from_bytes, to_bytes
 
     start, iteration, store = time.monotonic(), scores.iteration, run_store(run)
@@ -31,10 +32,13 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
         say("assemble", f"sealed before: {batch.num_samples} samples", iteration=iteration)
         return batch
     buffer = run_buffer(run)
-    frame = from_bytes(*(group.payload for group in buffer.scan_scored(iteration)), schema=ScoredFrame)
+    own = from_bytes(*(group.payload for group in buffer.scan_scored(iteration)), schema=ScoredFrame)
+    frame = with_inherited(run, iteration, own)
     train, rejected, metrics = assemble_frame(
         frame, run.config, iteration=iteration, policy_version=policy.version
     )
+    kept = rejected.pop(KEPT, 0)
+    counts = leave_over(run, iteration, frame, train, policy_version=policy.version)
     for lost in buffer.unscored(iteration):
         rejected["unscored"] = rejected.get("unscored", 0) + lost.group.num_samples
     produced, shares = buffer.produced(iteration), buffer.progress(iteration).workers
@@ -53,7 +57,10 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
         metrics={**_score_metrics(scores), **metrics},
         seconds=_stage_seconds(scores, time.monotonic() - start),
         sealed_at=time.time(),
-        offered=scores.num_offered,
+        carried_in=len(frame) - len(own),
+        carried_out=kept,
+        oldest_version=frame["policy_version"].min(),  # pyright: ignore[reportArgumentType]
+        **{"offered": scores.num_offered, **counts},
         late=produced.late,
         workers={
             name: WorkerThroughput(samples=share.samples, tokens=share.tokens, seconds=share.seconds)
@@ -64,7 +71,8 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
     store.put_object(batch.key, payload)
     store.put_object(f"{name}.json", batch.model_dump_json().encode())
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(rejected.items()) if count) or "none"
-    say("assemble", f"{len(train)} samples to train, rejected: {dropped}", iteration=iteration)
+    carried = f", {batch.carried_in} inherited, {kept} kept" if batch.carried_in or kept else ""
+    say("assemble", f"{len(train)} samples to train, rejected: {dropped}{carried}", iteration=iteration)
     return batch
 
 

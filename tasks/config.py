@@ -127,6 +127,11 @@ class CampaignConfig(Section):
                 asked = ", ".join(field for field, is_on in wanted.items() if is_on)
                 raise ValueError(f"train.{name} must be 1 with {asked}, got {size}. Set it to 1.")
 
+    @property
+    def max_age(self) -> int:
+        """Versions by which a sample may be older than the policy it trains."""
+        return self.schedule.max_staleness + (self.rollout.leftovers == "keep")
+
     @classmethod
     def model_validate_json(
         cls, json_data: str | bytes | bytearray, **kwargs: Any

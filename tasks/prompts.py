@@ -73,16 +73,26 @@ def _offer(
     ]
     buffer = run_buffer(run)
     buffer.check_server()
+    handed = 0
+    if rollout.leftovers == "keep":
+        from tasks.experience import leftovers
+
+        leftovers.offered(run, iteration, make_frame(rows, PromptFrame))
+        handed = leftovers.hand_on(run, iteration, policy_version=behavior.version)  # first on the queue
     added = buffer.put_work(items)
     over = f", {rollout.oversample:.0%} more than are needed" if rollout.oversample else ""
     over += f", refill {refill} of at most {rollout.refill_rounds}" if refill else ""
+    over += f", {handed} left over before them" if handed else ""
     known = f", {len(items) - added} were there before" if added < len(items) else ""
     say(
         "prompts",
         f"{len(rows)} x {rollout.group_size} in {len(items)} portions{over}{known}",
         iteration=iteration,
     )
-    return _prompt_set(run, iteration, behavior, refill=refill, num_portions=len(items), num_groups=len(rows))
+    num_groups = len(rows) + handed
+    return _prompt_set(
+        run, iteration, behavior, refill=refill, num_portions=len(items), num_groups=num_groups
+    )
 
 
 def _prompt_set(

@@ -114,6 +114,14 @@ class TrainBatch(Section):
     seconds: dict[str, float]
     sealed_at: float
     """Unix time; what passes until the trainer computes is start-up."""
+    carried_in: int = 0
+    """Samples inherited from the iteration before."""
+    carried_out: int = 0
+    """Samples left over for the next iteration; neither trained nor rejected here."""
+    handed_on: int = 0
+    """Samples of prompts that nobody finished and that are offered again."""
+    oldest_version: int | None = None
+    """Oldest policy version that sampled any token of it."""
     offered: int = 0
     """Samples whose prompts were put on the queue; more than ``produced`` where a quota was met early."""
     late: int = 0

@@ -23,7 +23,10 @@ class RolloutConfig(Section):
     """Samples of one prompt. Group-relative advantages of a single sample are always zero, so at least 2."""
     oversample: float = Field(default=0.0, ge=0, le=1)
     """Share of prompts offered beyond ``prompts_per_iteration``. The iteration ends when that many groups are
-    published; stragglers are dropped and counted. Which groups are the first is not repeatable."""
+    published; what is left is counted. Which groups are the first is not repeatable."""
+    leftovers: Literal["drop", "keep"] = "drop"
+    """What becomes of groups beyond the quota and of prompts that nobody finished: dropped, or kept for the
+    next iteration, whose samples may then be one version older than ``schedule.max_staleness``."""
     partial: Literal["drop", "keep"] = "drop"
     """What becomes of responses that a worker has to abort: their tokens are sampled again, or kept and
     continued. ``keep`` gives up bits that repeat (``train.deterministic`` then covers training alone)."""
@@ -84,6 +87,15 @@ class RolloutConfig(Section):
                 "oversample must be 0 with refill_rounds: an iteration that is closed at its quota takes no "
                 f"more prompts, got oversample={self.oversample} and {self.refill_rounds} rounds. Set one of "
                 "them to 0."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_can_be_left(self) -> Self:
+        if self.leftovers == "keep" and not self.oversample:
+            raise ValueError(
+                "oversample must be above 0 where leftovers are kept, got oversample=0: without it an "
+                "iteration samples exactly what it trains. Raise rollout.oversample or set leftovers to drop."
             )
         return self
 

@@ -77,10 +77,15 @@ class Pool:
         lines = [line for line in log.splitlines() if line.startswith("iter")]
         return bool(lines) and " prompts " in lines[-1]
 
-    def strike(self, rng: random.Random) -> None:
-        """One signal to a random busy worker, while fewer than the shares of all attempts got one."""
+    def strike(self, rng: random.Random) -> bool:
+        """One signal to a random worker in the middle of a chunk, while fewer than the shares of all attempts
+        got one; whether it was sent."""
         struck = {*self.killed, *self.terminated}
-        targets = [name for name in self.busy() if name not in struck]
+        before = self.counts()
+        time.sleep(0.03)  # about two decoding steps
+        targets = [
+            name for name in self.busy() if name not in struck and self.counts()[name] > before.get(name, 0)
+        ]
         due = [
             (self.killed, signal.SIGKILL, self.share_killed),
             (self.terminated, signal.SIGTERM, self.share_terminated),
@@ -91,6 +96,8 @@ class Pool:
             name = rng.choice(targets)
             os.kill(self.processes[name].pid, number)
             names.append(name)
+            return True
+        return False
 
     def run_campaign(self, *arguments: str, timeout: float = 900) -> float:
         """Run the campaign beside the pool; seconds from its start to its end."""
@@ -102,9 +109,8 @@ class Pool:
                 assert time.monotonic() - begin < timeout
                 self.replace_the_ended()
                 if time.monotonic() - struck > self.seconds_between * rng.uniform(0.5, 1.5):
-                    self.strike(rng)
-                    struck = time.monotonic()
-                time.sleep(0.05)
+                    struck = time.monotonic() if self.strike(rng) else struck
+                time.sleep(0.02)
         finally:
             seconds = time.monotonic() - begin
             was_ended = self.is_over()
@@ -122,5 +128,9 @@ class Pool:
 
     def tokens_sampled(self) -> int:
         """Every token that the engines sampled, also those of workers that were killed."""
-        counts = (path.read_bytes() for path in self.folder.glob(f"{self.name}*.tokens"))
-        return sum(struct.unpack("<q", count)[0] for count in counts)
+        return sum(self.counts().values())
+
+    def counts(self) -> dict[str, int]:
+        paths = self.folder.glob(f"{self.name}*.tokens")
+        payloads = {path.stem: path.read_bytes() for path in paths}
+        return {name: struct.unpack("<q", count)[0] for name, count in payloads.items() if len(count) == 8}

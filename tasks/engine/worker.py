@@ -76,6 +76,7 @@ class RolloutWorker:
         """
         done = WorkDone()
         while not self.departure.is_due and (max_portions == 0 or done.num_portions < max_portions):
+            self._close_if_met(iteration)  # it may have inherited enough
             leases = self.buffer.lease(self.name, iteration=iteration, policy_version=self.engine.version)
             if not leases:
                 if not waits or self.buffer.outstanding(iteration) == 0:
@@ -135,7 +136,7 @@ class RolloutWorker:
         return True
 
     def _close_if_met(self, iteration: int) -> None:
-        if self.quota_groups and self.buffer.num_published(iteration) >= self.quota_groups:
+        if self.quota_groups and self.buffer.has_met(iteration, self.quota_groups):
             self.buffer.close(iteration)
 
     def _known(self, lease: Lease, prompts: Sequence[dict[str, Any]]) -> set[str]:

@@ -220,6 +220,18 @@ class ExperienceBuffer:
         except OutOfMemoryError:
             return 0
 
+    def inherit(self, item: WorkItem, groups: Sequence[Group]) -> int:
+        """Park what an earlier iteration has of the item's groups, before the item is put on the queue."""
+        argv: list[Any] = ["", "", 0]
+        for group in groups:
+            argv += [group.group_id, group.payload]
+        return int(self._shards.run_for(item, "park", argv)) if groups else 0
+
+    def all_parked(self, iteration: int) -> dict[str, bytes]:
+        """Group id -> what it has so far, of every group that was interrupted and is not published."""
+        found = self._shards.read("hgetall", self._shards.key(iteration, "parked"))
+        return {name.decode(): payload for each in found for name, payload in each.items()}
+
     def parked(self, item: WorkItem, group_ids: Sequence[str]) -> dict[str, bytes]:
         """What was kept of the item's groups, where anything was."""
         server = self._shards.servers[self._shards.of(item)]
@@ -329,6 +341,16 @@ class ExperienceBuffer:
         """Groups stored so far; what a quota counts."""
         found = self._shards.read("hget", self._shards.key(iteration, "counters"), "groups_published")
         return sum(int(number or 0) for number in found)
+
+    def credit(self, iteration: int, groups: int) -> None:
+        """Finished groups that the iteration inherits: they count towards its quota. Safe to repeat."""
+        self._shards.servers[0].read("hset", self._shards.key(iteration, "counters"), "credited", groups)
+
+    def has_met(self, iteration: int, quota: int) -> bool:
+        """Whether as many groups are published or inherited."""
+        names = ["groups_published", "credited"]
+        found = self._shards.read("hmget", self._shards.key(iteration, "counters"), names)
+        return sum(int(number or 0) for each in found for number in each) >= quota
 
     def progress(self, iteration: int) -> Progress:
         """Consistent a shard."""

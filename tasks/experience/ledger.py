@@ -21,6 +21,9 @@ class IterationLedger(BaseModel):
     """What became of one iteration's samples.
 
     produced=16, trained=12, rejected={"stale": 2, "verifier crashed": 1}, pending=1  ->  balance() == 0
+
+    Where leftovers are kept, samples move on from one iteration to the next: ``carried_out`` there is
+    ``carried_in`` here, and over a campaign both cancel.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -30,6 +33,8 @@ class IterationLedger(BaseModel):
     trained: int = Field(ge=0)
     rejected: dict[str, int] = {}
     pending: int = Field(ge=0)
+    carried_in: int = Field(default=0, ge=0)
+    carried_out: int = Field(default=0, ge=0)
     oldest_policy_version: int = Field(ge=0)
     newest_policy_version: int = Field(ge=0)
     unsampled: int = Field(default=0, ge=0)
@@ -62,19 +67,24 @@ class IterationLedger(BaseModel):
 
     def reasons(self) -> str:
         """Rejections by reason, and what was never sampled."""
-        left = {"not sampled": self.unsampled} if self.unsampled else {}
-        return _reasons(self.rejected | left)
+        moved = {
+            "not sampled": self.unsampled, "inherited": self.carried_in, "kept": self.carried_out
+        }  # fmt: skip
+        return _reasons(self.rejected | moved)
 
     def balance(self) -> int:
         """Samples unaccounted for: 0 when law holds, positive when lost, negative when counted twice."""
-        return self.produced - self.trained - self.num_rejected - self.pending
+        held = self.produced + self.carried_in
+        return held - self.trained - self.num_rejected - self.pending - self.carried_out
 
     def require_balanced(self) -> Self:
         if (difference := self.balance()) != 0:
             fault = "unaccounted for" if difference > 0 else "counted twice"
+            moved = f" (inherited {self.carried_in}, kept {self.carried_out})" if self.carried_out else ""
             raise LedgerImbalance(
                 f"iteration {self.iteration}: produced must equal trained + rejected + pending, got "
-                f"{self.produced} != {self.trained} + {self.num_rejected} {self.rejected} + {self.pending}: "
+                f"{self.produced} != {self.trained} + {self.num_rejected} {self.rejected} + {self.pending}"
+                f"{moved}: "
                 f"{abs(difference)} {fault}. Do not commit this version; run the iteration's scoring and "
                 "assembly again."
             )
@@ -127,7 +137,30 @@ class CampaignLedger(BaseModel):
     def require_balanced(self) -> Self:
         for entry in self.iterations:
             entry.require_balanced()
+        for before, after in zip((None, *self.iterations), (*self.iterations, None), strict=True):
+            kept, inherited = before.carried_out if before else 0, after.carried_in if after else 0
+            if kept != inherited:
+                raise LedgerImbalance(
+                    f"what an iteration keeps must be what the next one inherits, got {kept} kept by "
+                    f"iteration {before.iteration if before else None} and {inherited} inherited by "
+                    f"{after.iteration if after else None}. Run the scoring and assembly of the later again."
+                )
         return self
+
+    def settled(self) -> "CampaignLedger":
+        """What the newest iteration keeps for one that is not sealed yet is pending; what the next one did
+        not inherit, since the configuration changed between them, is rejected for that."""
+        entries = []
+        for entry, after in zip(self.iterations, (*self.iterations[1:], None), strict=True):
+            missing = entry.carried_out - (after.carried_in if after else 0)
+            update: dict[str, object] = {"carried_out": entry.carried_out - missing}
+            if missing and (after is None or after.trained == 0):
+                update["pending"] = entry.pending + missing
+            elif missing:
+                reason = "configuration_changed"
+                update["rejected"] = entry.rejected | {reason: entry.rejected.get(reason, 0) + missing}
+            entries.append(entry.model_copy(update=update))
+        return CampaignLedger(iterations=tuple(entries))
 
     def format(self) -> str:
         """A fixed-width table: one line an iteration, a total; reasons last, for their width varies."""

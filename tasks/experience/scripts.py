@@ -256,15 +256,15 @@ return {{1, groups}}
 """
 
 # Keep what a group has so far. Only the holder of the item may, since an older attempt knows less; of a
-# closed iteration whoever comes first.
+# closed iteration, or of one that inherits the group (no entry), whoever comes first.
 # ARGV: entry, worker, attempt, then (group id, payload) each -> how many were kept
 PARK = """
 if call('HEXISTS', counters, 'dropped') == 1 then return 0 end
-local closed, kept = is_closed(), 0
-if not closed and not held(work, ARGV[1], ARGV[2], ARGV[3]) then return 0 end
+local first_only, kept = is_closed() or ARGV[1] == '', 0
+if not first_only and not held(work, ARGV[1], ARGV[2], ARGV[3]) then return 0 end
 for i = 4, #ARGV, 2 do
   if call('HEXISTS', published, ARGV[i]) == 0 then
-    if closed then kept = kept + call('HSETNX', parked, ARGV[i], ARGV[i + 1])
+    if first_only then kept = kept + call('HSETNX', parked, ARGV[i], ARGV[i + 1])
     else call('HSET', parked, ARGV[i], ARGV[i + 1]); kept = kept + 1 end
   end
 end

@@ -85,9 +85,13 @@ def campaign_ledger(store: "PolicyStore", run: CampaignRun, manifests: list[Mani
             trained=manifest.num_samples,
             rejected=batch.rejected,
             pending=0,
-            oldest_policy_version=sampled_by,
+            carried_in=batch.carried_in,
+            carried_out=batch.carried_out,
+            oldest_policy_version=sampled_by if batch.oldest_version is None else batch.oldest_version,
             newest_policy_version=sampled_by,
-            unsampled=max(0, batch.offered - batch.produced + batch.rejected.get("refused", 0)),
+            unsampled=max(
+                0, batch.offered - batch.produced - batch.handed_on + batch.rejected.get("refused", 0)
+            ),
         )
     done = max(entries, default=-1) + 1
     for iteration in range(done, done + run.config.schedule.max_staleness + 1):
@@ -102,7 +106,7 @@ def campaign_ledger(store: "PolicyStore", run: CampaignRun, manifests: list[Mani
         entries[iteration] = entry.model_copy(
             update={"produced": entry.produced + count, "rejected": rejected}
         )
-    return CampaignLedger(iterations=tuple(entries[iteration] for iteration in sorted(entries)))
+    return CampaignLedger(iterations=tuple(entries[iteration] for iteration in sorted(entries))).settled()
 
 
 def _batch(store: "PolicyStore", manifest: Manifest) -> TrainBatch:

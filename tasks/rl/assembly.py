@@ -10,7 +10,10 @@ from tasks.rl.preparation import sequence_advantages
 from tasks.rl.rewards import control_rewards, overlong_penalty
 from tasks.schema import TrainFrame, polars_schema, validated
 
-SAMPLE = ("iteration", "prompt_id", "sample_index")
+GROUP = ("iteration", "prompt_id")
+SAMPLE = (*GROUP, "sample_index")
+KEPT = "kept"
+"""Fate of a sample that is neither trained nor rejected, but left over for the next iteration."""
 
 
 def assemble_frame(
@@ -18,12 +21,12 @@ def assemble_frame(
 ) -> tuple[pl.DataFrame, dict[str, int], dict[str, float]]:
     """Train rows of one iteration, rejected samples by reason, and metrics of the batch.
 
-    Every row of ``frame`` (a ``ScoredFrame``) is either in the result or counted under one reason. The result
-    does not depend on the order of ``frame``.
+    Every row of ``frame`` (a ``ScoredFrame``) is either in the result or counted under one reason, of which
+    ``KEPT`` is none. The result does not depend on the order of ``frame``.
     """
     frame = frame.sort(SAMPLE).with_columns(reason=_rejection(config, policy_version))
     if quota := config.rollout.quota_groups:
-        frame = frame.with_columns(reason=_beyond(quota))
+        frame = frame.with_columns(reason=_beyond(quota, config))
     rejected = _counts(frame.filter(pl.col("reason") != ""))
     admitted = frame.filter(pl.col("reason") == "")
     admitted, without_signal = _with_advantages(_with_rewards(admitted, config, iteration), config)
@@ -47,21 +50,24 @@ def _rejection(config: CampaignConfig, policy_version: int) -> pl.Expr:
     return (
         pl.when(needs_reward & (pl.col("outcome") == "failure")).then(pl.lit("verifier_failure"))
         .when(needs_reward & (pl.col("outcome") == "abstain")).then(pl.lit("abstained"))
-        .when(age > config.schedule.max_staleness).then(pl.lit("stale"))
+        .when(age > config.max_age).then(pl.lit("stale"))
         .when(pl.col("finish_reason") == "abort").then(pl.lit("aborted"))
         .otherwise(pl.lit(""))
     )  # fmt: skip
 
 
-def _beyond(quota: int) -> pl.Expr:
+def _beyond(quota: int, config: CampaignConfig) -> pl.Expr:
     """The reason, where there is none so far and the prompt is not among the first ``quota`` of those
-    published."""
-    place = pl.col("prompt_id").rank("dense")
+    published; inherited ones come first. The frame must be sorted."""
+    is_beyond = (pl.col("reason") == "") & (pl.struct(GROUP).rle_id() >= quota)
+    is_own = pl.col("iteration") == pl.col("iteration").max()
+    goes_on = pl.col("iteration") + 1 < config.schedule.iterations
+    is_kept = is_own & goes_on & pl.lit(config.rollout.leftovers == "keep")
     return (
-        pl.when((pl.col("reason") == "") & (place > quota))
-        .then(pl.lit("over_quota"))
+        pl.when(is_beyond & is_kept).then(pl.lit(KEPT))
+        .when(is_beyond).then(pl.lit("over_quota"))
         .otherwise(pl.col("reason"))
-    )
+    )  # fmt: skip
 
 
 def sample_fates(
@@ -72,11 +78,11 @@ def sample_fates(
         reason=_rejection(config, policy_version), failure=pl.col("reason")
     )
     if quota := config.rollout.quota_groups:
-        frame = frame.with_columns(reason=_beyond(quota))
+        frame = frame.with_columns(reason=_beyond(quota, config))
     trained = train.select(*SAMPLE, "advantage", "minibatch", is_trained=pl.lit(True))
-    admitted = (pl.col("reason") == "").sum().over("prompt_id")
+    admitted = (pl.col("reason") == "").sum().over(GROUP)
     filters = config.algorithm.overlong == "filter"
-    has_signal = pl.col("is_trained").any().over("prompt_id")
+    has_signal = pl.col("is_trained").any().over(GROUP)
     cut_off = pl.lit(filters) & has_signal & (pl.col("finish_reason") == "length")
     fate = (
         pl.when(pl.col("is_trained")).then(pl.lit("trained"))
@@ -117,7 +123,7 @@ def _with_advantages(frame: pl.DataFrame, config: CampaignConfig) -> tuple[pl.Da
     algorithm = config.algorithm
     if algorithm.advantage in ("returns", "gae", "teacher"):
         return _without_overlong(frame.with_columns(advantage=pl.lit(0.0)), {}, config)
-    frame = frame.with_columns(size=pl.len().over("prompt_id"))
+    frame = frame.with_columns(size=pl.len().over(GROUP))
     parts, rejected = [], {}
     for (size,), part in frame.group_by("size", maintain_order=True):
         if size == 1:
