@@ -68,6 +68,8 @@ def find_leftovers(run: CampaignRun, iteration: int) -> Leftovers | None:
 
 def with_inherited(run: CampaignRun, iteration: int, frame: pl.DataFrame) -> pl.DataFrame:
     """The iteration's scored samples and the groups that the one before left over."""
+    if run.config.rollout.leftovers == "drop":
+        return frame
     left = find_leftovers(run, iteration - 1)
     return frame if left is None else pl.concat([left.groups, frame])
 
