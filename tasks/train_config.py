@@ -71,6 +71,11 @@ class TrainConfig(Section):
     """Leave the routers as the sampling policy has them."""
     router_aux_loss_coefficient: float = Field(default=0.0, ge=0)
     """Weight of a loss that evens out the use of experts in each sequence; 0 = off. Metrics list it if on."""
+    router_bias_rate: float = Field(default=0.0, ge=0, lt=1)
+    """By how much a step moves the bias with which an expert is selected, up if it was used less than the
+    mean, else down (DeepSeek-V3's routers and GLM-4-MoE's); 0 = off. Metrics list it if on."""
+    offload_optimizer: bool = False
+    """Keep AdamW's moments in host memory between steps."""
 
     @property
     def world_size(self) -> int:
@@ -97,11 +102,12 @@ class TrainConfig(Section):
                 f"stuck rank is named, got {self.stuck_after_seconds} >= {self.collective_timeout_seconds}. "
                 f"Lower it to {self.collective_timeout_seconds / 2}."
             )
-        if self.freeze_router and self.router_aux_loss_coefficient:
-            raise ValueError(
-                "router_aux_loss_coefficient must be 0 with freeze_router, which leaves it nothing to train, "
-                f"got {self.router_aux_loss_coefficient}. Set one of them to its default."
-            )
+        for name in ("router_aux_loss_coefficient", "router_bias_rate"):
+            if self.freeze_router and getattr(self, name):
+                raise ValueError(
+                    f"{name} must be 0 with freeze_router, which leaves it nothing to train, "
+                    f"got {getattr(self, name)}. Set one of them to its default."
+                )
         if self.router_aux_loss_coefficient and self.cp * self.pp > 1:
             raise ValueError(
                 "router_aux_loss_coefficient must be 0 with cp or pp above 1: it is of whole sequences and "

@@ -13,10 +13,11 @@ from steps import micro_batch, one_step, single_process
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tasks.policy.context import split_context
+from tasks.policy.context import allowed_keys, split_context
 from tasks.policy.dispatch import make_dispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.mesh import make_mesh
+from tasks.policy.packed import require_packable
 from tasks.policy.parallel import distribute
 from tasks.policy.recompute import checkpoint_activations
 from tasks.policy.weights import disk_tensors
@@ -135,3 +136,70 @@ def check_collectives(rank: int, world_size: int, axis: str) -> None:
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_recomputation_repeats_no_collective(axis):
     run_ranks(check_collectives, 2, axis)
+
+
+def check_half_precision(
+    rank: int, world_size: int, sizes: dict[str, int], expected: dict[str, float]
+) -> None:
+    mesh, model = make_mesh(world_size, **sizes), tiny_policy("deepseek_v3").train()
+    attach_dispatcher(model, make_dispatcher("all_to_all" if mesh.ep > 1 else "local", mesh.ep_group))
+    distribute(model, mesh, compute_dtype=torch.bfloat16)
+    checkpoint_activations(model, is_context_split=mesh.cp > 1)
+    require_packable(model)
+    split_context(model, mesh.cp_group)
+    metrics, gradients = one_step(model, mesh, [packed_batch(seed) for seed in range(3)], max_grad_norm=1e9)
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    for name in ("loss", "entropy", "grad_norm"):
+        # 2 to the -8 a rounding, some dozens of them in a row and another expert chosen here and there
+        assert metrics[name] == pytest.approx(expected[name], rel=0.1), (name, metrics[name], expected[name])
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"pp": 2, "ep": 1}], ids=str)
+def test_half_precision_compute_goes_with_each_axis(sizes):
+    batches = [packed_batch(seed) for seed in range(3)]
+    metrics, _, _ = single_process(tiny_policy("deepseek_v3"), batches, max_grad_norm=1e9)
+    run_ranks(check_half_precision, 2, sizes, metrics)
+
+
+def check_refusals(rank: int, world_size: int) -> None:
+    mesh = make_mesh(world_size, 1, pp=2)
+    model = tiny_policy("qwen3_moe")
+    attach_dispatcher(model, make_dispatcher("local"))
+    model.model.layers = model.model.layers[:1]
+    with pytest.raises(ValueError, match=r"train.pp must be at most the 1 layers of the model, got 2"):
+        distribute(model, mesh)
+    mesh = make_mesh(world_size, 1, tp=2)
+    model = tiny_policy("qwen3_moe")
+    del model.model.layers[1].self_attn.o_proj
+    with pytest.raises(ValueError, match=r"one projection out of model.layers.1.self_attn, got"):
+        distribute(model, mesh)
+    model = tiny_policy("qwen3_moe")
+    model.model.layers[1].self_attn = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"a part to split in every layer, got model.layers.1 \(Qwen3Moe"):
+        distribute(model, mesh)
+    with pytest.raises(ValueError, match=r"cp must find attention in every layer, .* without"):
+        split_context(model, mesh.tp_group)
+    model = tiny_policy("gpt_oss")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(
+        ValueError, match=r"got layers of GptOssForCausalLM of the kinds \['linear_attention'\]"
+    ):
+        split_context(model, mesh.tp_group)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(
+        ValueError, match=r"cp must run on attention sdpa or eager, .* got 'flash_attention_2'"
+    ):
+        split_context(model, mesh.tp_group)
+
+
+def test_what_an_axis_cannot_split_is_refused_by_name():
+    run_ranks(check_refusals, 2)
+
+
+def test_a_query_sees_its_own_sequence_up_to_itself_and_within_the_window():
+    is_token = torch.tensor([[True, True, True, True, False, True]])
+    sequence = torch.tensor([[1, 1, 1, 2, 2, 2]])
+    allowed = allowed_keys(is_token, sequence, 2, 4, window=None)[0, 0].int().tolist()
+    assert allowed == [[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 0, 1]]
+    near = allowed_keys(is_token, sequence, 2, 4, window=2)[0, 0].int().tolist()
+    assert near == [[0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1]]

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional  # ops that recomputation can be told to keep
+import torch.distributed._functional_collectives  # registers the ops below
 from torch import Tensor
 
 from tasks.policy.progress import BLOCKED
 
-KEPT_WHEN_RECOMPUTING = [torch.ops._c10d_functional.all_gather_into_tensor.default]
+_OPS = torch.ops._c10d_functional
+"""Collectives that return their result: what recomputation can be told to keep."""
+KEPT_WHEN_RECOMPUTING = [_OPS.all_gather_into_tensor.default]
 """What a part of a layer that is computed again must take from its first run: collectives inside it."""
 
 
@@ -65,17 +67,21 @@ def give_tokens(group: dist.ProcessGroup | None, y_TD: Tensor, num_tokens: int) 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     with BLOCKED:
-        return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), dim, group))
+        rows = _OPS.wait_tensor(_OPS.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
+    return rows if dim == 0 else torch.cat(rows.chunk(group.size()), dim)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
     with BLOCKED:
-        return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, group))
+        return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), op, group.group_name))
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    blocks = x if dim == 0 else torch.cat(x.chunk(group.size(), dim))
     with BLOCKED:
-        return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
+        return _OPS.wait_tensor(
+            _OPS.reduce_scatter_tensor(blocks.contiguous(), "sum", group.size(), group.group_name)
+        )
 
 
 def _block(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tasks.policy.collectives import join_for_own
@@ -44,11 +45,17 @@ def split_context(model: PreTrainedModel, group: dist.ProcessGroup | None) -> No
             f"cp must run on attention {' or '.join(INNER)}, which take any mask, got {inner!r} for "
             f"{type(model).__name__}. Set train.cp to 1."
         )
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        if type(module).__name__.endswith("Attention"):
-            module.context_group = group
-            module.inner_attention = _inner_attention(module, inner)
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - MASKS.keys()
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    attentions = [[m for m in layer.modules() if type(m).__name__.endswith("Attention")] for layer in layers]
+    if kinds or not all(attentions):
+        raise ValueError(
+            f"cp must find attention in every layer, got layers of {type(model).__name__} "
+            f"{f'of the kinds {sorted(kinds)}' if kinds else 'without'}. Set train.cp to 1."
+        )
+    for module in (module for some in attentions for module in some):
+        module.context_group = group  # type: ignore[assignment]
+        setattr(module, "inner_attention", _inner_attention(module, inner))  # noqa: B010
     model.config._attn_implementation = PREFIX + inner
 
 

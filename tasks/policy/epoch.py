@@ -16,6 +16,7 @@ from tasks.policy.mesh import ParallelMesh
 from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.progress import Progress, slow_ranks
 from tasks.policy.router import RouterBalance
+from tasks.policy.router_bias import RouterBias
 from tasks.policy.routing import Routing
 from tasks.policy.trainer import Read, policy_reader, train_minibatch
 from tasks.rl.losses import supervised_loss
@@ -40,6 +41,7 @@ class Trainee:
     progress: Progress
     nonfinite: NonFiniteSteps
     balance: RouterBalance | None
+    bias: RouterBias | None = None
     routing: Routing | None = None
 
     def reader(self, config: CampaignConfig, *, objective: str) -> Read:
@@ -125,18 +127,20 @@ def _step(
         read=trainee.reader(config, objective=objective),
         routing=trainee.routing,
         balance=trainee.balance,
+        bias=trainee.bias,
         progress=trainee.progress,
         on_nonfinite=keep,
     )
 
 
 def _balance_metrics(totals: dict[str, float], taken: float, config: CampaignConfig) -> dict[str, float]:
-    """Only where the auxiliary loss is on: a manifest that holds these was trained with it."""
-    coefficient = config.train.router_aux_loss_coefficient
-    if not coefficient:
-        return {}
-    balance = totals.get("router_balance", 0.0) / taken
-    return {"router_aux_loss_coefficient": coefficient, "router_balance": balance}
+    """Only of what is on: a manifest that holds these was trained with it."""
+    coefficient, rate = config.train.router_aux_loss_coefficient, config.train.router_bias_rate
+    metrics = {"router_bias_rate": rate} if rate else {}
+    if coefficient:
+        balance = totals.get("router_balance", 0.0) / taken
+        metrics |= {"router_aux_loss_coefficient": coefficient, "router_balance": balance}
+    return metrics
 
 
 def _slow_rank_metrics(mesh: ParallelMesh, progress: Progress, factor: float) -> dict[str, float]:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.artifacts.manifest import Manifest
 from tasks.policy import weights
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.model import build_random, load_policy
+from tasks.policy.model import build_random, checkpoint_tensors
 from tasks.policy.tokenizer import EOS, PAD, character_tokenizer, load_tokenizer, prompt_ids
 from tasks.records import CampaignRun
 from tasks.session import run_environment
@@ -17,11 +16,14 @@ if TYPE_CHECKING:
 
 
 def initial_manifest(store: "PolicyStore", run: CampaignRun) -> Manifest:
-    """Store the files of version 0 and describe them; the policy must be able to read the prompts."""
+    """Store the files of version 0 and describe them; the policy must be able to read the prompts.
+
+    A large checkpoint passes through tensor by tensor and file by file, never as a model.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(run.config.model.folder) if run.config.model.folder else _random_policy(run, Path(name))
         _require_matching_vocabulary(folder, run)
-        model = load_policy(folder, dispatcher=LocalDispatcher())
+        digest = weights.tensor_digest(checkpoint_tensors(folder))  # before anything is stored
         files = {path.name: store.put_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
         return Manifest(
             campaign=run.campaign,
@@ -30,7 +32,7 @@ def initial_manifest(store: "PolicyStore", run: CampaignRun) -> Manifest:
             kind="init",
             iteration=0,
             files=files,
-            tensor_digest=weights.tensor_digest(weights.disk_tensors(model)),
+            tensor_digest=digest,
             config_digest=run.config.digest(),
             code_revision=run.code_revision,
         )
@@ -72,6 +74,12 @@ def _require_matching_vocabulary(folder: Path, run: CampaignRun) -> None:
         raise ValueError(f"model.folder must be a Hugging Face checkpoint with a config.json, got {folder}.")
     config = AutoConfig.from_pretrained(folder).get_text_config()
     _require_stated_experts(config, run)
+    run.config.train.grid.check_model(
+        str(folder),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        num_layers=config.num_hidden_layers,
+    )
     tokenizer, size = load_tokenizer(folder), config.vocab_size
     if len(tokenizer) > size:
         raise ValueError(

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tasks.policy.dispatch import Dispatcher
+from tasks.policy.dispatch import Dispatcher, LocalDispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.names import Piece, disk_pieces, stored_tensors
 from tasks.policy.place import layout_of
@@ -140,15 +140,34 @@ def load_policy(
     return model
 
 
+def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint that its model has, one after another as it is stored.
+
+    Refuses what ``load_policy`` would refuse and allocates no model: memory for one tensor is enough.
+    """
+    with torch.device("meta"):
+        model = _from_config(AutoConfig.from_pretrained(folder), torch.float32)
+    attach_dispatcher(model, LocalDispatcher())
+    places, pieces = dict(stored_tensors(model)), {piece.disk_name: piece for piece in disk_pieces(model)}
+    for piece, tensor in read_pieces(folder, "model", pieces, _superfluous_names(model, "tokens")):
+        place_for(places[piece.model_name], piece, tensor)
+        yield piece.disk_name, tensor
+
+
 def fill(target: Tensor, piece: Piece, tensor: Tensor) -> None:
     """Copy a tensor from disk to its place; never broadcast."""
+    place_for(target, piece, tensor).copy_(tensor)
+
+
+def place_for(target: Tensor, piece: Piece, tensor: Tensor) -> Tensor:
+    """The part of a model tensor that one from disk fills."""
     place = piece.view(target)
     if place.shape != tensor.shape:
         raise ValueError(
             f"{piece.disk_name} must have the model's shape {tuple(place.shape)}, got {tuple(tensor.shape)}. "
             "Check that config.json belongs to these weights."
         )
-    place.copy_(tensor)
+    return place
 
 
 def read_pieces(

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tasks.policy.collectives import sum_to_equal, to_own
 from tasks.policy.experts import experts_modules
@@ -72,6 +73,14 @@ def split_tensors(model: PreTrainedModel, mesh: ParallelMesh) -> None:
         part.register_forward_pre_hook(_divide(group), with_kwargs=True)
         part.register_forward_hook(_unite(group))
         partial |= {f"{name}.{leaf}" for leaf, param in part.named_parameters() if param not in split.done}
+    names = [name for name, _, _ in _parts(model)]
+    for name, layer in model.named_modules():
+        is_split = any(part == name or part.startswith(f"{name}.") for part in names)
+        if isinstance(layer, GradientCheckpointingLayer) and not is_split:
+            raise ValueError(
+                f"tp must find a part to split in every layer, got {name} ({type(layer).__name__}) without. "
+                "Set train.tp to 1."
+            )
     for _, module in experts_modules(model):
         module.token_group = group
     _split_vocabulary(model, split, group)

@@ -26,6 +26,7 @@ from tasks.policy.pipeline import run_passes
 from tasks.policy.place import layout_of
 from tasks.policy.progress import BLOCKED, Progress
 from tasks.policy.router import RouterBalance
+from tasks.policy.router_bias import RouterBias
 
 MicroBatch = Mapping[str, Tensor]
 """[B, L]: ``input_ids``, ``attention_mask``, ``position_ids`` if packed, and what the loss function reads."""
@@ -100,6 +101,7 @@ def train_minibatch(
     min_micro_batches: int = 1,
     routing: RouterWatch | None = None,
     balance: RouterBalance | None = None,
+    bias: RouterBias | None = None,
     progress: Progress | None = None,
     on_nonfinite: Callable[[list[int]], None] | None = None,
 ) -> dict[str, float]:
@@ -115,7 +117,8 @@ def train_minibatch(
     num_passes = agree_on_passes(model, mesh, len(micro_batches), num_global_tokens, min_micro_batches)
     optimizer.zero_grad(set_to_none=True)
     read = read or policy_reader()
-    passes = _Passes(model, mesh, micro_batches, loss_fn, num_global_tokens, read, routing, balance, progress)
+    watch = routing, balance, bias
+    passes = _Passes(model, mesh, micro_batches, loss_fn, num_global_tokens, read, *watch, progress)
     with progress.working():
         run_passes(mesh, num_passes, passes.forward, passes.room)
     progress.at("reduce gradients")
@@ -126,6 +129,8 @@ def train_minibatch(
     mine |= {name: value.item() for name, value in passes.sums.items()}
     totals = _sum_over_ranks(mine if mesh.is_reporter else {}, mesh)
     is_finite = math.isfinite(totals["loss"]) and math.isfinite(grad_norm)  # the same answer on every rank
+    if bias is not None:
+        bias.step(mesh, is_finite=is_finite)
     if is_finite:
         optimizer.step()
     elif on_nonfinite is not None and mesh.is_reporter:
@@ -148,6 +153,7 @@ class _Passes:
     read: Read
     routing: RouterWatch | None
     balance: RouterBalance | None
+    bias: RouterBias | None
     progress: Progress
     sums: dict[str, Tensor] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
@@ -155,6 +161,14 @@ class _Passes:
     def forward(self, index: int, hidden_BlD: Tensor | None) -> Tensor:
         """The hidden states that this pipeline stage makes of those before it, or the loss on the last."""
         self.progress.at("forward and backward", index)
+        output = self._run(index, hidden_BlD)
+        if self.bias is not None:
+            is_real = index < len(self.micro_batches)
+            mask_BL = my_block(self._micro_batch(index)["attention_mask"], self.mesh.cp_group)
+            self.bias.count(mask_BL.flatten().bool() if is_real else None)
+        return output
+
+    def _run(self, index: int, hidden_BlD: Tensor | None) -> Tensor:
         micro, cp_group = self._micro_batch(index), self.mesh.cp_group
         if self.routing is not None:
             self.routing.use(micro)

@@ -35,11 +35,13 @@ from tasks.policy.mesh import ParallelMesh, make_mesh
 from tasks.policy.model import Head, load_policy
 from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.norms import use_fused_norms
+from tasks.policy.offload import fetch_moments, offload_moments
 from tasks.policy.packed import require_packable
 from tasks.policy.parallel import distribute
 from tasks.policy.progress import Progress, Watchdog
 from tasks.policy.recompute import checkpoint_activations
 from tasks.policy.router import RouterBalance, freeze_routers
+from tasks.policy.router_bias import RouterBias
 from tasks.policy.routing import Routing
 from tasks.policy.stopping import exit_on_sigterm
 from tasks.policy.trainer import make_optimizer
@@ -66,25 +68,14 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
         rows = read_batch(store, batch)
         bench = _bench(run, store, batch, mesh, dispatcher)
         rows, critic, critic_metrics = update_critic(bench, with_other_versions(bench, rows), parent, folder)
-        model = _load(folder, dispatcher, config, mesh)
-        routing = Routing(model, replay=config.train.replay_routing, cp_group=mesh.cp_group)
-        balance = _adjust(model, config, mesh)
-        optimizer = _optimizer(model, folder, config, batch, resumes=parent.kind == "iteration")
+        trainee = _trainee(store, batch, parent, folder, config, mesh, dispatcher, progress)
+        model, optimizer = trainee.model, trainee.optimizer
         clock.lap("load")
-        nonfinite = NonFiniteSteps(
-            store,
-            iteration=batch.iteration + 1,
-            rank=mesh.rank,
-            limit=config.train.max_nonfinite_steps,
-            in_a_row=int(parent.metrics.get("nonfinite_in_a_row", 0)),
-        )
-        trainee = Trainee(
-            model, optimizer, mesh, progress=progress, nonfinite=nonfinite, balance=balance, routing=routing
-        )
-        rows = with_proximal(bench, model, rows, routing)
+        rows = with_proximal(bench, model, rows, trainee.routing)
         metrics = train(trainee, rows, config, objective=batch.objective)
         clock.lap("train")
         progress.at("upload")
+        fetch_moments(optimizer)
         files, digest = store_shards(
             store, model, optimizer, mesh, parent.files, dtype=getattr(torch, config.model.dtype)
         )
@@ -161,6 +152,40 @@ def store_shards(
             blobs |= other
         carried = {n: b for n, b in parent_files.items() if not n.startswith(("model", "optimizer"))}
         return carried | blobs, weights.merge_digests(d for _, _, d in everyone)
+
+
+def _trainee(
+    store: "PolicyStore",
+    batch: TrainBatch,
+    parent: Manifest,
+    folder: Path,
+    config: CampaignConfig,
+    mesh: ParallelMesh,
+    dispatcher: Dispatcher,
+    progress: Progress,
+) -> Trainee:
+    """The policy, its optimizer and what watches over both, as the configuration asks."""
+    model = _load(folder, dispatcher, config, mesh)
+    routing = Routing(model, replay=config.train.replay_routing, cp_group=mesh.cp_group)
+    balance = _adjust(model, config, mesh)
+    rate = config.train.router_bias_rate
+    nonfinite = NonFiniteSteps(
+        store,
+        iteration=batch.iteration + 1,
+        rank=mesh.rank,
+        limit=config.train.max_nonfinite_steps,
+        in_a_row=int(parent.metrics.get("nonfinite_in_a_row", 0)),
+    )
+    return Trainee(
+        model,
+        _optimizer(model, folder, config, batch, resumes=parent.kind == "iteration"),
+        mesh,
+        progress=progress,
+        nonfinite=nonfinite,
+        balance=balance,
+        bias=RouterBias(model, rate=rate) if rate else None,
+        routing=routing,
+    )
 
 
 def _load(
@@ -247,6 +272,8 @@ def _optimizer(
     optimizer = _adamw(config, model, lr)
     if resumes:
         weights.load_optimizer(model, optimizer, folder)
+    if config.train.offload_optimizer:
+        offload_moments(optimizer)
     return optimizer
 
 

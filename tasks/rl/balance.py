@@ -1,4 +1,4 @@
-"""Balance of experts, by sequence: the one form of it that no split of a batch changes.
+"""Balance of experts: by a loss over sequences, or by biases after a step; no split of a batch changes them.
 
 Shape key: T tokens, S sequences, E experts, K selections a token.
 """
@@ -33,3 +33,9 @@ def sequence_balance_loss(
     mean_SE = (member_ST @ (score_TE / score_TE.sum(dim=1, keepdim=True))) / length_S[:, None]
     weight_S = member_ST @ is_trained_T.to(score_TE.dtype) / num_global_tokens
     return (weight_S * (share_SE * mean_SE).sum(dim=1)).sum()
+
+
+def bias_step(load_E: Tensor, *, rate: float) -> Tensor:
+    """What to add to the biases that select experts (arXiv 2408.15664): up where an expert is used less than
+    the mean, down where more, by ``rate``; none where it is the mean."""
+    return rate * (load_E.mean() - load_E).sign()
