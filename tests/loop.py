@@ -56,6 +56,20 @@ def laptop(**sections: dict[str, Any]) -> CampaignConfig:
     return CampaignConfig.model_validate(merged)
 
 
+def two_digits(**sections: dict[str, Any]) -> CampaignConfig:
+    """A smaller task with the laptop's policy: reverse two digits, in a fifth of the samples an iteration."""
+    small: dict[str, dict[str, Any]] = {
+        "environment": {"num_digits": 2, "held_out": 20},
+        "warm_start": {"steps": 20},
+        "rollout": {"prompts_per_iteration": 96, "max_new_tokens": 6},
+        "algorithm": {"num_minibatches": 8},
+        "schedule": {"iterations": 24},
+    }
+    for name, values in sections.items():
+        small[name] = small.get(name, {}) | values
+    return laptop(**small)
+
+
 @dataclass
 class Curve:
     """Exact match of each iteration's samples (fresh prompts, temperature 1), and of held-out prompts."""
@@ -65,6 +79,7 @@ class Curve:
     metrics: list[dict[str, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     samples_per_iteration: int = 0
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def samples_to(self, threshold: float) -> float:
         """Samples until the exact match first reached the threshold, between iterations by a line."""
@@ -80,7 +95,8 @@ class Curve:
 class Loop:
     """A policy that is warm-started and then trained, iteration by iteration."""
 
-    def __init__(self, config: CampaignConfig, folder: Path):
+    def __init__(self, config: CampaignConfig, folder: Path, teacher: dict[str, torch.Tensor] | None = None):
+        self.teacher = teacher
         self.config, self.mesh = config, make_mesh(1, 1)
         self.tokenizer = character_tokenizer()
         self.environment = make_environment(config.environment, seed=config.seed)
@@ -100,7 +116,7 @@ class Loop:
         self.versions: list[dict[str, torch.Tensor]] = []
         self.critic: Critic | None = None
         self._warm_start()
-        self.reference = self._weights()
+        self.reference = self.weights()
         self.optimizer = self._adamw(self.model, config.train.learning_rate)
         if config.algorithm.advantage == "gae":
             value = load_policy(folder, dispatcher=LocalDispatcher(), head="value").train()
@@ -110,7 +126,7 @@ class Loop:
 
     def iterate(self, k: int) -> tuple[float, dict[str, float]]:
         """Sample with the policy of ``max_staleness`` iterations before, train the newest."""
-        self.versions.append(self._weights())
+        self.versions.append(self.weights())
         age = min(self.config.schedule.max_staleness, k)
         frame = self.sample(k, self.versions[-1 - age], version=k - age)
         exact = float(frame["is_exact"].mean())  # pyright: ignore[reportArgumentType]
@@ -118,6 +134,8 @@ class Loop:
         rows, algorithm = batch.rows(named=True), self.config.algorithm
         if algorithm.kl != "none":
             rows = with_column(rows, "reference_logprob", self._read(rows, self.reference))
+        if self.teacher:
+            rows = with_column(rows, "teacher_logprob", self._read(rows, self.teacher))
         if self.critic:
             rows, found = train_critic(self.critic, rows, algorithm, self.config.train)
             metrics |= found
@@ -148,7 +166,7 @@ class Loop:
     def held_out(self) -> float:
         """Exact match of held-out prompts at temperature 1."""
         assert self.engine.model is not None
-        self.engine.model.load_state_dict(self._weights())
+        self.engine.model.load_state_dict(self.weights())
         rows = self._samples(-1, self.environment.held_out_prompts(), 0, SAMPLES_PER_PROMPT)
         return sum(row["is_exact"] for row in rows) / len(rows)
 
@@ -230,16 +248,18 @@ class Loop:
         betas = (train_config.beta1, train_config.beta2)
         return make_optimizer(model, lr=lr, betas=betas, eps=train_config.eps, weight_decay=0.0)
 
-    def _weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
 
 
-def learn(config: CampaignConfig, *, until: float = 2.0) -> Curve:
+def learn(
+    config: CampaignConfig, *, until: float = 2.0, teacher: dict[str, torch.Tensor] | None = None
+) -> Curve:
     """Train for the schedule's iterations, or until an iteration's samples reach ``until``."""
     torch.set_num_threads(1)
     curve = Curve(samples_per_iteration=config.rollout.samples_per_iteration)
     with tempfile.TemporaryDirectory() as name:
-        loop = Loop(config, Path(name))
+        loop = Loop(config, Path(name), teacher)
         for k in range(config.schedule.iterations):
             start = time.process_time()
             exact, metrics = loop.iterate(k)
@@ -248,12 +268,13 @@ def learn(config: CampaignConfig, *, until: float = 2.0) -> Curve:
             curve.seconds.append(time.process_time() - start)
             if exact >= until:
                 break
-        curve.held_out = loop.held_out()
+        curve.held_out, curve.weights = loop.held_out(), loop.weights()
     return curve
 
 
 if __name__ == "__main__":
-    curve = learn(laptop(**json.loads(sys.argv[1])), until=float(sys.argv[2]) if len(sys.argv) > 2 else 2.0)
+    task = {"laptop": laptop, "two_digits": two_digits}[sys.argv[1]]
+    curve = learn(task(**json.loads(sys.argv[2])), until=float(sys.argv[3]) if len(sys.argv) > 3 else 2.0)
     print(" ".join(f"{exact:.3f}" for exact in curve.exact), f"held out {curve.held_out:.3f}")
     seconds = sum(curve.seconds) / len(curve.seconds)
     print(f"samples to 0.9: {curve.samples_to(0.9):,.0f}; CPU-s an iteration {seconds:.2f}")

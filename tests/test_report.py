@@ -19,6 +19,7 @@ from tasks.config import CampaignConfig
 from tasks.experience.ledger import CampaignLedger, IterationLedger
 from tasks.records import CampaignRun, Evaluation
 from tasks.reporting import charts, page, rollouts
+from tasks.reporting.agreement import agreement_section
 from tasks.reporting.collect import CampaignRecord
 from tasks.schema import TrainFrame, make_frame
 
@@ -284,3 +285,11 @@ def test_the_reward_curve_is_a_png_1200_wide(tmp_path: Path) -> None:
     page.reward_curve_png(record(), tmp_path / "curve.png")
     content = (tmp_path / "curve.png").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">I", content[16:20]) == (1200,)
+
+
+def test_what_routers_and_mismatch_did_is_shown_where_it_was_measured():
+    measured = {"router/drift": 0.125, "mismatch/k3": 0.0625, "age/0": 30.0, "age/1": 12.0}
+    found = agreement_section([manifest(version, metrics=HEALTHY | measured) for version in (1, 2)])
+    assert "Router drift" in found and "0.125" in found and "0.0625" in found
+    assert "60 of age 0, 24 of age 1" in found
+    assert "Effective sample size" not in found and agreement_section([]) == ""

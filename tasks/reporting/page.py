@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tasks.artifacts.manifest import Manifest
 from tasks.reporting import charts
+from tasks.reporting.agreement import agreement_section
 from tasks.reporting.charts import Line, Point
 from tasks.reporting.collect import CampaignRecord
 from tasks.reporting.operations import generation_section
@@ -46,6 +47,7 @@ def html_page(record: CampaignRecord, store: "PolicyStore") -> str:
         verdict_box(record),
         reward_section(record),
         health_section(record.iterations),
+        agreement_section(record.iterations),
         time_section(record.manifests),
         generation_section(record),
         rollouts_section(record, store),

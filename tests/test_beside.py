@@ -1,0 +1,112 @@
+"""What other versions say of a batch: the right version, at every token, one model in memory at a time."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import saved, tiny_policy
+from publishing import manifest
+from pydantic import ValidationError
+from test_packing import rows
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tasks.config import CampaignConfig
+from tasks.policy.beside import Bench, with_other_versions, with_proximal
+from tasks.policy.dispatch import LocalDispatcher
+from tasks.policy.mesh import make_mesh
+from tasks.policy.model import load_policy
+from tasks.policy.trainer import token_logprobs_and_entropy
+from tasks.records import CampaignRun, TrainBatch
+
+
+def make_bench(
+    store: Any, store_folder: Path, algorithm: dict, *, objective: str = "clipped_policy"
+) -> Bench:
+    config = CampaignConfig.model_validate(
+        {
+            "algorithm": algorithm,
+            "rollout": {"temperature": 0.7},
+            "train": {"ep": 1, "dispatcher": "local", "packing": "packed", "micro_batch_tokens": 30},
+            "checkpoint": {"store": str(store_folder)},
+        }
+    )
+    batch = TrainBatch(
+        iteration=0, objective=objective, key="b", sha256="", num_samples=1, behavior_version=0, produced=1,
+        rejected={}, metrics={}, seconds={}, sealed_at=0.0,
+    )  # fmt: skip
+
+    def load(folder: Path, *, head: Any = "tokens") -> PreTrainedModel:
+        gc.collect()
+        assert not [found for found in gc.get_objects() if isinstance(found, PreTrainedModel)]
+        return load_policy(folder, dispatcher=LocalDispatcher(), head=head)
+
+    def nothing(*_: Any) -> Any:
+        raise AssertionError("nothing is trained or stored here")
+
+    return Bench(
+        run=CampaignRun(config=config, lineage=1, code_revision="test"), store=store, batch=batch,
+        mesh=make_mesh(1, 1), load=load, optimizer=nothing, save=nothing,
+    )  # fmt: skip
+
+
+def said(model: PreTrainedModel, row: dict) -> Tensor:
+    ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
+    return token_logprobs_and_entropy(model, ids, torch.ones_like(ids), 0.7)[0][0, len(row["prompt_ids"]) :]
+
+
+def test_reference_and_teacher_are_the_named_versions_and_share_no_memory(
+    policy_store, store_folder, campaign, tmp_path
+):
+    for number in range(2):
+        folder = saved(tiny_policy("qwen3_moe", seed=number), tmp_path / str(number))
+        policy_store.commit(manifest(policy_store, number, policy_store.put_folder(folder)))
+    algorithm = {
+        "advantage": "teacher", "teacher": {"campaign": campaign, "version": 1},
+        "kl": "loss", "kl_coefficient": 0.1, "reference_version": 0,
+    }  # fmt: skip
+    bench = make_bench(policy_store, store_folder, algorithm)
+    found = with_other_versions(bench, rows())
+    for column, number in (("reference_logprob", 0), ("teacher_logprob", 1)):
+        model = load_policy(tmp_path / str(number), dispatcher=LocalDispatcher())
+        for row in found:
+            assert row[column] == pytest.approx(said(model, row).tolist(), abs=1e-5)
+        del model
+    supervised = make_bench(policy_store, store_folder, algorithm, objective="supervised")
+    assert with_other_versions(supervised, rows()) == rows()  # a warm start has neither
+
+
+def test_the_proximal_policy_is_the_one_before_the_first_step(policy_store, store_folder, tmp_path):
+    model = load_policy(saved(tiny_policy("qwen3_moe"), tmp_path), dispatcher=LocalDispatcher())
+    bench = make_bench(policy_store, store_folder, {"correction": {"proximal": "recomputed"}})
+    for row in with_proximal(bench, model, rows(), None):
+        assert row["proximal_logprob"] == pytest.approx(said(model, row).tolist(), abs=1e-5)
+    bench = make_bench(policy_store, store_folder, {})
+    assert with_proximal(bench, model, rows(), None) == rows()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"algorithm": {"advantage": "teacher"}}, "teacher.campaign must be given"),
+        ({"algorithm": {"teacher": {"version": 3}}}, "campaign must be given with version"),
+        ({"algorithm": {"kl": "loss", "kl_coefficient": 0.1}}, "at most 0 with warm_start.steps=0"),
+        ({"train": {"replay_routing": "experts"}}, "must be something that rollout.record_routing records"),
+        (
+            {
+                "train": {"replay_routing": "experts_and_weights"},
+                "rollout": {"record_routing": "experts"},
+            },
+            "must be something that rollout.record_routing records",
+        ),
+        ({"algorithm": {"advantage": "gae"}, "train": {"topology": "node_1x8", "pp": 2, "ep": 1,
+          "dispatcher": "local"}}, "train.pp must be 1 with algorithm.advantage 'gae'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_at_launch(changes, words):
+    with pytest.raises(ValidationError, match=words):
+        CampaignConfig.model_validate(changes)
