@@ -54,7 +54,7 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
         behavior_version=scores.behavior_version,
         produced=produced.samples,
         rejected=rejected,
-        metrics={**_score_metrics(scores), **metrics},
+        metrics={**_score_metrics(scores), **scores.metrics, **metrics},
         seconds=_stage_seconds(scores, time.monotonic() - start),
         sealed_at=time.time(),
         carried_in=len(frame) - len(own),

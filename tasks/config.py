@@ -15,9 +15,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from tasks.algorithm_config import AlgorithmConfig
 from tasks.checkpoint_config import CheckpointConfig
-from tasks.environment_config import EnvironmentConfig, RewardConfig
+from tasks.environment_config import EnvironmentConfig
 from tasks.model_config import ModelConfig, WarmStartConfig
 from tasks.preflight_config import PreflightConfig
+from tasks.reward_config import RewardConfig
 from tasks.rollout_config import BufferConfig, RolloutConfig
 from tasks.section import Section, divisors
 from tasks.train_config import TrainConfig
@@ -81,11 +82,18 @@ class CampaignConfig(Section):
                 "train.replay_routing must be something that rollout.record_routing records, got "
                 f"replay_routing={replays!r}, record_routing={records!r}. Set record_routing to {replays!r}."
             )
-        if self.rollout.max_new_tokens <= self.environment.num_digits:
+        if self.environment.may_answer and (
+            self.rollout.partial == "keep" or self.rollout.record_routing != "none"
+        ):
+            raise ValueError(
+                "an environment that may answer turns needs rollout.partial 'drop' and record_routing "
+                f"'none', got partial={self.rollout.partial!r}, "
+                f"record_routing={self.rollout.record_routing!r}. Set them so."
+            )
+        if self.rollout.max_new_tokens <= (shortest := self.environment.shortest_answer):
             raise ValueError(
                 "rollout.max_new_tokens must exceed environment.num_digits (an answer and its end), got "
-                f"{self.rollout.max_new_tokens} <= {self.environment.num_digits}. Set it to "
-                f"{self.environment.num_digits + 4}."
+                f"{self.rollout.max_new_tokens} <= {shortest}. Set it to {shortest + 4}."
             )
         return self
 

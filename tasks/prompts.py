@@ -1,12 +1,16 @@
 """Which prompts an iteration works on: put on the work queue, or sealed as demonstrations."""
 
 import time
+from typing import TYPE_CHECKING
 
 from flytekit import task
 
 from tasks import placement
 from tasks.records import CampaignRun, PolicyVersion, PromptSet, ScoreReport, TrainBatch
 from tasks.session import WEIGHTS, find_sealed, run_buffer, run_environment, run_store, say
+
+if TYPE_CHECKING:
+    from tasks.environments.protocol import Environment
 
 
 @task(**placement.CPU.task_arguments())
@@ -47,6 +51,7 @@ def _offer(
     from tasks.schema import PromptFrame, make_frame, to_bytes
 
     rollout, environment = run.config.rollout, run_environment(run)
+    _require_same_data(run, environment)
     if find_sealed(run, iteration):
         say("prompts", "the iteration's batch is sealed: nothing is sampled again", iteration=iteration)
         count = 0
@@ -119,16 +124,18 @@ def demonstrations(run: CampaignRun, policy: PolicyVersion) -> TrainBatch:
     """Seal right answers to training prompts as a supervised batch; one mini-batch a step."""
     import hashlib
 
-    from tasks.policy.tokenizer import encode, load_tokenizer, prompt_ids
+    from tasks.environments.demonstrations import demonstrated
+    from tasks.policy.chat import Chat
+    from tasks.policy.tokenizer import load_tokenizer, prompt_ids
     from tasks.schema import TrainFrame, make_frame, to_bytes
 
     start = time.time()
     warm, environment = run.config.warm_start, run_environment(run)
     tokenizer = load_tokenizer(run_store(run).pull(policy, without=WEIGHTS))
-    rows = []
+    rows, chat = [], Chat(tokenizer)
     for position in range(warm.steps * warm.batch_size):
         prompt = environment.train_prompt(position)
-        answer = [*encode(tokenizer, environment.demonstration(prompt)), tokenizer.eos_token_id]
+        answer, mask = demonstrated(environment, chat, prompt)
         rows.append(
             {
                 "iteration": -1,
@@ -138,7 +145,7 @@ def demonstrations(run: CampaignRun, policy: PolicyVersion) -> TrainBatch:
                 "prompt_ids": prompt_ids(tokenizer, prompt.text),
                 "response_ids": answer,
                 "behavior_logprob": [0.0] * len(answer),
-                "loss_mask": [True] * len(answer),
+                "loss_mask": mask,
                 "reward": None,
                 "advantage": 0.0,
                 "minibatch": position // warm.batch_size,
@@ -161,3 +168,16 @@ def demonstrations(run: CampaignRun, policy: PolicyVersion) -> TrainBatch:
         seconds={"demonstrations": time.time() - start},
         sealed_at=time.time(),
     )
+
+
+def _require_same_data(run: CampaignRun, environment: "Environment") -> None:
+    """A position means the same prompt for the whole lineage, whatever became of the files it came from."""
+    store, name, found = run_store(run), "data/fingerprint", environment.fingerprint()
+    known = store.find_object(name)
+    if known is None:
+        store.put_object(name, found.encode())
+    elif known.decode() != found:
+        raise ValueError(
+            f"campaign {run.campaign} must go on with the data it began with, got {found!r} instead of "
+            f"{known.decode()!r}. Restore the data, or pass --fresh to start a new lineage."
+        )

@@ -4,7 +4,10 @@ Shared by every task, so this file imports nothing heavy. ``PolicyVersion`` live
 it.
 """
 
-from pydantic import Field
+import json
+from typing import Any, Self
+
+from pydantic import Field, model_validator
 
 from tasks.artifacts.version import PolicyVersion
 from tasks.config import CampaignConfig
@@ -28,6 +31,24 @@ class CampaignRun(Section):
     lineage: int
     """``--fresh`` starts the next lineage of a campaign's name; earlier ones stay as they are."""
     code_revision: str
+    config_digest: str = ""
+    """Of ``config``, where it was written: what is left out there must mean the same where it is read."""
+
+    @model_validator(mode="after")
+    def _defaults_mean_the_same(self) -> Self:
+        if self.config_digest and self.config_digest != self.config.digest():
+            raise ValueError(
+                "a run's configuration must be read by code with the defaults it was written with, got "
+                f"digest {self.config.digest()} instead of {self.config_digest}. Start the run anew with "
+                "this code."
+            )
+        object.__setattr__(self, "config_digest", "")  # it is checked, and says nothing more
+        return self
+
+    def model_dump_json(self, **kwargs: Any) -> str:  # what Flyte stores, in every node of an unrolled graph
+        """Without the defaults: a segment's record would outgrow Flyte's limit."""
+        data = json.loads(super().model_dump_json(exclude_defaults=True, **kwargs))
+        return json.dumps({**data, "config_digest": self.config.digest()})
 
     @property
     def campaign(self) -> str:
@@ -86,6 +107,8 @@ class ScoreReport(Section):
     score_seconds: float
     num_offered: int = 0
     """Samples whose prompts were put on the queue, refills included."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Parts of the reward, alerts, seconds that stages worked and waited."""
 
 
 class WorkerThroughput(Section):
@@ -144,6 +167,17 @@ class Candidate(Section):
     manifest_json: str
     """The manifest to commit, as JSON."""
     is_skipped: bool = False
+
+
+class RewardModelReport(Section):
+    """A reward model that was trained and stored."""
+
+    folder: str
+    accuracy: float
+    """Of pairs that were kept out."""
+    first_loss: float
+    last_loss: float
+    seconds: float
 
 
 class CampaignSummary(Section):

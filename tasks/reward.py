@@ -1,7 +1,7 @@
 """Scoring: every sample gets a score, an abstention, or a failure with a reason."""
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flytekit import task
 
@@ -9,7 +9,8 @@ from tasks import placement
 from tasks.records import CampaignRun, PolicyVersion, PromptSet, RolloutReport, ScoreReport, TrainBatch
 from tasks.session import WEIGHTS, find_sealed, run_buffer, run_environment, run_store, say
 
-GROUPS_PER_TAKE = 128
+if TYPE_CHECKING:
+    from tasks.environments.intake import Intake
 
 
 @task(**placement.REWARD.task_arguments())
@@ -20,40 +21,29 @@ def score(
     rollouts: list[RolloutReport | None],
     before: ScoreReport | None = None,
 ) -> ScoreReport:
-    """Verify every published sample of the iteration exactly once; the queue must be empty.
+    """Score every published sample of the iteration exactly once; the queue must be empty in the end.
 
-    ``before`` is the report of the iteration without its last refill; this one sums up both.
+    With ``reward.overlap`` it starts beside the workers and waits for the queue, not for them. ``before`` is
+    the report of the iteration without its last refill; this one sums up both.
     """
-    from tasks.engine.pool import await_queue
-    from tasks.environments.scoring import readable, score_groups
+    from tasks.engine.pool import await_queue, pool_reports
+    from tasks.environments.intake import Intake
+    from tasks.environments.scorer import make_scorer
     from tasks.policy.tokenizer import load_tokenizer
 
     start, buffer, iteration = time.monotonic(), run_buffer(run), prompts.iteration
     if sealed := find_sealed(run, iteration):
         return _report_of(sealed)
-    environment, tokenizer = (
-        run_environment(run),
-        load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS)),
-    )
-
-    def score_waiting() -> None:
-        while taken := buffer.take_rollouts("score", iteration=iteration, max_groups=GROUPS_PER_TAKE):
-            groups, unreadable = readable(taken)
-            for handle, reason in unreadable:
-                worker = buffer.refuse_rollout("score", iteration, handle, reason)
-                say(
-                    "score",
-                    f"refused a group of worker {worker}, now barred: {reason[:160]}",
-                    iteration=iteration,
-                )
-            buffer.publish_scored("score", iteration, score_groups(groups, environment, tokenizer))
-
-    score_waiting()
+    tokenizer = load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS))
+    intake = Intake(buffer, make_scorer(run.config, run_environment(run), tokenizer), iteration)
+    if run.config.reward.overlap:
+        intake.follow(timeout_seconds=run.config.rollout.standing_timeout_seconds)
+    intake.score_waiting()
     while run.config.rollout.pool == "standing" and buffer.outstanding(
         iteration
     ):  # refused groups come again
         await_queue(run, prompts)
-        score_waiting()
+        intake.score_waiting()
     if waiting := buffer.outstanding(iteration):
         raise RuntimeError(
             f"iteration {iteration} must have no portion left on the queue, got {waiting} of "
@@ -63,12 +53,14 @@ def score(
     if prompts.refill == run.config.rollout.refill_rounds:
         buffer.close(iteration)  # from here on the iteration's counts are final
     reports = [report for report in rollouts if report is not None]
-    return _report(run, buffer, prompts, reports, start, before)
+    if run.config.reward.overlap:
+        reports = pool_reports(run, prompts)
+    return _report(run, intake, prompts, reports, start, before)
 
 
 def _report(
     run: CampaignRun,
-    buffer: Any,
+    intake: "Intake",
     prompts: PromptSet,
     reports: list[RolloutReport],
     start: float,
@@ -76,10 +68,11 @@ def _report(
 ) -> ScoreReport:
     import polars as pl
 
+    from tasks.environments.health import reward_metrics, say_alerts, throughput_metrics
     from tasks.schema import ScoredFrame, from_bytes
 
     iteration = prompts.iteration
-    frame = from_bytes(*(group.payload for group in buffer.scan_scored(iteration)), schema=ScoredFrame)
+    frame = from_bytes(*(group.payload for group in intake.buffer.scan_scored(iteration)), schema=ScoredFrame)
     scored = frame.filter(pl.col("outcome") == "score")
     num_failures = int((frame["outcome"] == "failure").sum())
     if num_failures > run.config.reward.max_failure_share * max(len(frame), 1):
@@ -89,8 +82,11 @@ def _report(
             f"to be scored, got {num_failures} of {len(frame)}: {reasons}. A failure is not a reward of 0; "
             "mend the verifier and run the campaign again."
         )
+    metrics = reward_metrics(frame)
+    say_alerts(metrics, iteration=iteration)
     report = ScoreReport(
         iteration=iteration,
+        metrics={**metrics, **throughput_metrics(intake, reports)},
         behavior_version=prompts.behavior_version,
         num_samples=len(frame),
         num_failures=num_failures,

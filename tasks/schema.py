@@ -19,6 +19,17 @@ from tasks.experience.routing import routing_fault
 SCHEMA_VERSION = 2
 RECORDED = ("version_spans", "routed_experts", "routed_weights")
 """Columns that version 2 added; null where nothing was recorded, and in payloads of version 1."""
+PARTS = pl.List(
+    pl.Struct(
+        {
+            "name": pl.String,
+            "kind": pl.String,
+            "value": pl.Float64,
+            "reason": pl.String,
+            "seconds": pl.Float64,
+        }
+    )
+)
 VERSION_SPANS = pl.List(pl.Struct({"policy_version": pl.Int64, "num_tokens": pl.Int32}))
 
 
@@ -78,7 +89,9 @@ class RolloutFrame(Recorded):
     prompt_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
     response_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
     behavior_logprob: pl.List(pl.Float32)  # pyright: ignore[reportInvalidTypeForm]
-    finish_reason: str = pa.Field(isin=["stop", "length", "abort"])
+    finish_reason: str = pa.Field(isin=["stop", "length", "abort", "tool_failure"])
+    chosen: pl.List(pl.Boolean) = pa.Field(nullable=True)  # pyright: ignore[reportInvalidTypeForm]
+    """False where the environment wrote the token; null = the policy chose all."""
 
     class Config(pa.DataFrameModel.Config):
         strict = True
@@ -91,6 +104,12 @@ class RolloutFrame(Recorded):
     def response_and_logprobs_have_equal_length(cls, data: PolarsData) -> pl.LazyFrame:
         length = pl.col("response_ids").list.len()
         return data.lazyframe.select((length > 0) & (length == pl.col("behavior_logprob").list.len()))
+
+    @pa.dataframe_check
+    def chosen_has_a_value_a_token_and_begins_with_the_policy(cls, data: PolarsData) -> pl.LazyFrame:
+        chosen = pl.col("chosen").list
+        good = (chosen.len() == pl.col("response_ids").list.len()) & chosen.first()
+        return data.lazyframe.select(good.fill_null(pl.col("chosen").is_null()))
 
     @pa.dataframe_check
     def logprobs_are_finite_and_at_most_zero(cls, data: PolarsData) -> pl.LazyFrame:
@@ -111,6 +130,8 @@ class ScoredFrame(RolloutFrame):
     reward: float = pa.Field(nullable=True, ge=0, le=1)
     is_exact: bool
     reason: str
+    parts: PARTS = pa.Field(nullable=True)  # pyright: ignore[reportInvalidTypeForm]
+    """What each scorer said; empty where the verifier alone scored, in the scoring process."""
 
     @pa.dataframe_check
     def reward_exists_exactly_for_scores(cls, data: PolarsData) -> pl.LazyFrame:
@@ -230,10 +251,12 @@ def from_bytes(*payloads: bytes, schema: Frame) -> pl.DataFrame:
 
 def _with_recorded(frame: pl.DataFrame, schema: Frame) -> pl.DataFrame:
     """A payload of version 1 has no ``RECORDED`` columns."""
-    if not issubclass(schema, Recorded) or set(RECORDED) <= set(frame.columns):
+    if not issubclass(schema, Recorded):
         return frame
     types = polars_schema(schema)
-    absent = [name for name in RECORDED if name not in frame.columns]
+    absent = [name for name in (*RECORDED, "chosen", "parts") if name in types.keys() - frame.columns]
+    if not absent:
+        return frame
     frame = frame.with_columns(pl.lit(None, dtype=types[name]).alias(name) for name in absent)
     return frame.select(list(types)) if set(types) == set(frame.columns) else frame
 

@@ -5,6 +5,11 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+TYPE_KEYS = {
+    "$ref", "additionalProperties", "allOf", "anyOf", "const", "enum", "format", "items",
+    "maxItems", "minItems", "prefixItems", "type",
+}  # fmt: skip
+
 
 class Section(BaseModel):
     """Values that refuse unknown keys and cannot change."""
@@ -16,7 +21,7 @@ class Section(BaseModel):
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Made once a class: Flyte asks at every node of an unrolled graph, which took 0.15 s a node."""
         if "_json_schema" not in cls.__dict__:
-            cls._json_schema = super().model_json_schema(*args, **kwargs)
+            cls._json_schema = _without_words(super().model_json_schema(*args, **kwargs))
         return cls._json_schema
 
     @model_validator(mode="before")
@@ -29,6 +34,21 @@ class Section(BaseModel):
             hint = f"Did you mean {close[0]}?" if close else f"Known keys: {', '.join(cls.model_fields)}."
             raise ValueError(f"unknown key {key!r}. {hint}")
         return data
+
+
+def _without_words(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema that says types alone: Flyte puts it into every task of a record, and records have a limit."""
+    lean = {name: value for name, value in schema.items() if name != "description"}
+    lean["properties"] = {
+        name: {key: value for key, value in field.items() if key in TYPE_KEYS}
+        for name, field in schema.get("properties", {}).items()
+    }
+    if "$defs" in schema:
+        lean["$defs"] = {
+            name: _without_words(definition) if "properties" in definition else definition
+            for name, definition in schema["$defs"].items()
+        }
+    return lean
 
 
 def divisors(n: int) -> list[int]:

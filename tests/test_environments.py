@@ -4,7 +4,9 @@ import pytest
 
 from tasks.environment_config import EnvironmentConfig
 from tasks.environments.make import make_environment
-from tasks.environments.scoring import judge, score_groups
+from tasks.environments.pool import Call
+from tasks.environments.scorer import Scorer, judged
+from tasks.environments.scoring import score_groups
 from tasks.experience.records import Group
 from tasks.policy.tokenizer import character_tokenizer, encode, prompt_ids
 from tasks.schema import RolloutFrame, ScoredFrame, from_bytes, make_frame, to_bytes
@@ -71,7 +73,7 @@ class Broken:
 
 
 def test_a_crashed_verifier_is_a_failure_with_a_reason_not_a_zero():
-    outcome = judge(Broken(), character_tokenizer(), prompt_id="x", response_ids=[4], finish_reason="stop")
+    outcome = judged(Broken(), Call(prompt_id="x", turns=("4",)))
     assert (outcome.kind, outcome.reward) == ("failure", None) and "service is down" in outcome.reason
 
 
@@ -94,7 +96,7 @@ def test_scoring_keeps_groups_handles_and_tokens_apart():
         ]
         payload = to_bytes(make_frame(rows, RolloutFrame))
         taken.append((f"handle-{number}", Group(group_id=number, num_samples=2, payload=payload)))
-    scored = score_groups(taken, REVERSE, tokenizer)
+    scored = score_groups(taken, Scorer(REVERSE, tokenizer))
     assert [(handle, group.group_id) for handle, group in scored] == [
         ("handle-1234", "1234"),
         ("handle-5678", "5678"),

@@ -18,6 +18,7 @@ from test_worker import PARAMS, buffer, folder, member, put
 
 from tasks.engine.embedded import EmbeddedEngine
 from tasks.environments.protocol import Outcome
+from tasks.environments.scorer import Scorer
 from tasks.environments.scoring import readable, score_groups
 from tasks.experience.archive import archive_bytes
 from tasks.experience.records import Group
@@ -168,7 +169,7 @@ def test_routing_reaches_train_rows_and_archive_bit_for_bit_where_asked(
     worker.drain(2)
     groups, bad = readable(buffer.take_rollouts("s", iteration=2, max_groups=9))
     sent = from_bytes(*(found.payload for _, found in groups), schema=RolloutFrame)
-    buffer.publish_scored("s", 2, score_groups(groups, Half(), Letters()))  # type: ignore[arg-type]
+    buffer.publish_scored("s", 2, score_groups(groups, Scorer(Half(), Letters())))  # type: ignore[arg-type]
     frame = from_bytes(*(found.payload for found in buffer.scan_scored(2)), schema=ScoredFrame)
     settings = config(group_size=3)
     train, _, _ = assemble_frame(frame, settings, iteration=2, policy_version=5)

@@ -30,13 +30,15 @@ def iteration(run: CampaignRun, k: int, *, behavior: Any, policy: Any) -> Any:
     update_policy = UPDATE_POLICY[run.config.train.topology]
 
     prompts = node(f"prompts-{k}", offer_prompts(run=run, iteration=k, behavior=behavior))
-    rollouts = node(f"generate-{k}", sample(run, prompts, behavior))
-    scores = node(f"score-{k}", score(run=run, prompts=prompts, behavior=behavior, rollouts=rollouts))
+    known = node(f"generate-{k}", sample(run, prompts, behavior))
+    if run.config.reward.overlap:
+        known = []  # scoring follows the queue and does not wait for the workers
+    scores = node(f"score-{k}", score(run=run, prompts=prompts, behavior=behavior, rollouts=known))
     for n in range(1, run.config.rollout.refill_rounds + 1):  # without prompts once enough groups differ
         more = refill_prompts(run=run, behavior=behavior, scores=scores, refill=n)
         more = node(f"prompts-{k}-{n}", more)
-        rollouts = node(f"generate-{k}-{n}", sample(run, more, behavior))
-        rescored = score(run=run, prompts=more, behavior=behavior, rollouts=rollouts, before=scores)
+        known = node(f"generate-{k}-{n}", sample(run, more, behavior))
+        rescored = score(run=run, prompts=more, behavior=behavior, rollouts=known, before=scores)
         scores = node(f"score-{k}-{n}", rescored)
     batch = node(f"assemble-{k}", assemble(run=run, scores=scores, policy=policy))
     kept = node(f"archive-{k}", archive(run=run, batch=batch, policy=policy))

@@ -134,7 +134,7 @@ def _completion(
     is_stopped = ids[-1] in params.stop_ids
     is_full = len(ids) == budget
     reason = "stop" if is_stopped else "length" if is_full else "abort"
-    return Completion(response_ids=ids, logprobs=logprobs, finish_reason=reason, **routing)
+    return Completion(response_ids=ids, logprobs=logprobs, finish_reason=reason, **routing)  # pyright: ignore[reportArgumentType]
 
 
 class _Routing:

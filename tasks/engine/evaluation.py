@@ -1,10 +1,12 @@
 """Held-out score of a policy folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.engine.make import make_engine, sampling_params
-from tasks.engine.protocol import Request
-from tasks.environments.scoring import judge
+from tasks.engine.make import make_dialogue, make_engine, sampling_params
+from tasks.engine.protocol import Completion, Request
+from tasks.environments.protocol import Outcome, Prompt
+from tasks.environments.scorer import Sample, make_scorer
 from tasks.experience.ledger import seed_of
 from tasks.policy.tokenizer import load_tokenizer, prompt_ids
 from tasks.records import CampaignRun, Evaluation
@@ -22,6 +24,8 @@ def held_out_score(run: CampaignRun, folder: Path, version: int, *, iteration: i
     environment, tokenizer = run_environment(run), load_tokenizer(folder)
     engine = make_engine(run.config.rollout, dtype=run.config.model.dtype)
     engine.load(folder, version)
+    scorer = make_scorer(run.config, environment, tokenizer, is_truth=True)
+    dialogue = make_dialogue(run.config, folder)
     prompts = environment.held_out_prompts()
     scores: dict[bool, list[tuple[bool, float]]] = {}
     for greedy in (False, True):
@@ -34,17 +38,11 @@ def held_out_score(run: CampaignRun, folder: Path, version: int, *, iteration: i
             for prompt in prompts
         ]
         params = sampling_params(run.config.rollout, folder, greedy=greedy)
-        scores[greedy] = []
-        for prompt, completions in zip(prompts, engine.generate(requests, params), strict=True):
-            for completion in completions:
-                outcome = judge(
-                    environment,
-                    tokenizer,
-                    prompt_id=prompt.prompt_id,
-                    response_ids=completion.response_ids,
-                    finish_reason=completion.finish_reason,
-                )
-                scores[greedy].append((outcome.is_exact, outcome.reward or 0.0))
+        if dialogue is None:
+            completions = engine.generate(requests, params)
+        else:
+            completions = dialogue.generate(engine, [p.prompt_id for p in prompts], requests, params)
+        scores[greedy] = _scores(run, scorer.truths(_samples(prompts, requests, completions)))
     sampled, best = scores[False], scores[True]
     return Evaluation(
         version=version,
@@ -55,3 +53,32 @@ def held_out_score(run: CampaignRun, folder: Path, version: int, *, iteration: i
         reward_sampled=sum(reward for _, reward in sampled) / len(sampled),
         seconds=0.0,
     )
+
+
+def _samples(
+    prompts: Sequence[Prompt], requests: Sequence[Request], completions: Sequence[Sequence[Completion]]
+) -> list[Sample]:
+    return [
+        Sample(
+            prompt_id=prompt.prompt_id,
+            prompt_ids=request.prompt_ids,
+            response_ids=completion.response_ids,
+            finish_reason=completion.finish_reason,
+            chosen=completion.chosen,
+        )
+        for prompt, request, group in zip(prompts, requests, completions, strict=True)
+        for completion in group
+    ]
+
+
+def _scores(run: CampaignRun, outcomes: Sequence[Outcome]) -> list[tuple[bool, float]]:
+    """(exact, reward) of what was scored; a failure is no score of 0, so too many of them stop the run."""
+    failures = [outcome.reason for outcome in outcomes if outcome.kind == "failure"]
+    if len(failures) > run.config.reward.max_failure_share * len(outcomes):
+        raise RuntimeError(
+            f"at most {run.config.reward.max_failure_share:.0%} of held-out samples may fail to be scored, "
+            f"got {len(failures)} of {len(outcomes)}, first: {failures[0]}. Mend the verifier and run the "
+            "campaign again."
+        )
+    scored = [(outcome.is_exact, outcome.reward) for outcome in outcomes if outcome.reward is not None]
+    return scored or [(False, 0.0)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from tasks.config import CampaignConfig
 from tasks.engine.notices import Departure
 from tasks.engine.protocol import Engine, SamplingParams
+from tasks.engine.turns import Dialogue
 from tasks.engine.worker import RolloutWorker
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.rollout_config import RolloutConfig
@@ -43,7 +44,28 @@ def make_worker(
         is_deterministic=config.train.deterministic,
         keeps_partial=rollout.partial == "keep",
         quota_groups=rollout.quota_groups,
+        dialogue=make_dialogue(config, folder),
         departure=departure,
+    )
+
+
+def make_dialogue(config: CampaignConfig, folder: Path) -> Dialogue | None:
+    """How the engine talks with the configured environment; None if the environment never answers."""
+    if not config.environment.may_answer:
+        return None
+    from tasks.environments.make import make_environment
+    from tasks.environments.protocol import is_multi_turn
+    from tasks.environments.replies import environment_replies
+    from tasks.policy.chat import Chat
+    from tasks.policy.tokenizer import load_tokenizer
+
+    environment = make_environment(config.environment, seed=config.seed)
+    if not is_multi_turn(environment) or environment.max_turns == 1:
+        return None
+    return Dialogue(
+        chat=Chat(load_tokenizer(folder)),
+        replies=environment_replies(config, environment),
+        max_turns=environment.max_turns,
     )
 
 

@@ -81,6 +81,7 @@ def _row(prompt: Row, index: int, completion: Completion, policy_version: int, p
         "response_ids": completion.response_ids,
         "behavior_logprob": completion.logprobs,
         "finish_reason": completion.finish_reason,
+        "chosen": completion.chosen,
         **_routing(completion, params),
     }
 

@@ -43,7 +43,10 @@ class Completion:
     response_ids: list[int]
     logprobs: list[float]
     """One value a response token, of the distribution that was sampled."""
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "abort", "tool_failure"]
+    """``tool_failure``: the environment did not answer a turn."""
+    chosen: list[bool] | None = None
+    """False where the environment wrote the token; None = the policy chose all."""
     routed_experts: "np.ndarray | None" = field(default=None, compare=False)
     """[prompt + response - 1, layers, k] uint8 or int16, where asked: a row a position that was fed."""
     routed_weights: "np.ndarray | None" = field(default=None, compare=False)

@@ -20,7 +20,8 @@ from typing import Any
 
 from tasks.engine.notices import Departure
 from tasks.engine.partial import Begun, Row, group_rows, is_finished, read_parked, requests_of
-from tasks.engine.protocol import Engine, SamplingParams
+from tasks.engine.protocol import Completion, Engine, Request, SamplingParams
+from tasks.engine.turns import Dialogue
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.errors import LeaseLost
 from tasks.experience.ledger import seed_of
@@ -64,6 +65,8 @@ class RolloutWorker:
     """Whether the tokens of interrupted responses are kept and continued."""
     quota_groups: int = 0
     """Published groups at which the iteration is closed, by whoever gets there; 0 = never."""
+    dialogue: Dialogue | None = None
+    """Where the environment answers the policy's turns."""
     departure: Departure = field(default_factory=lambda: Departure(grace_seconds=math.inf))
     _chunk_seconds: float = 0.0
 
@@ -154,7 +157,7 @@ class RolloutWorker:
             )
         begun = self._begun(lease, prompts)
         requests = [requests_of(prompt, begun, self._seeds(prompt)) for prompt in prompts]
-        completions = iter(self.engine.generate([one for each in requests for one in each], self.params))
+        completions = iter(self._generate(prompts, requests))
         answers = [[next(completions) for _ in each] for each in requests]
         num_tokens = sum(len(c.response_ids) for each in answers for group in each for c in group)
         groups = [
@@ -176,6 +179,13 @@ class RolloutWorker:
         elif self.is_deterministic and not is_whole:
             return [], num_tokens, False  # sampled again whole, so nothing of it may be stored
         return _packed(finished), num_tokens, is_whole
+
+    def _generate(self, prompts: Sequence[Row], requests: Sequence[list[Request]]) -> list[list[Completion]]:
+        flat = [one for each in requests for one in each]
+        if self.dialogue is None:
+            return self.engine.generate(flat, self.params)
+        names = [p["prompt_id"] for p, each in zip(prompts, requests, strict=True) for _ in each]
+        return self.dialogue.generate(self.engine, names, flat, self.params)
 
     def _seeds(self, prompt: Row) -> list[int]:
         return [

@@ -21,6 +21,8 @@ class DigitsEnvironment:
     Reward 1.0 for the exact answer, else up to 0.5 by the share of right positions, halved if it did not end.
     """
 
+    is_trusted = True
+
     def __init__(
         self,
         *,

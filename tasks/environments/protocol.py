@@ -1,8 +1,14 @@
-"""What a task to learn must provide. Add one: a class with these members in a file here, and its name in
-``make.py``."""
+"""What a task to learn must provide.
 
+Add one: a class with the members of ``Environment`` in a file of its own, named by ``environment.module``
+(README, "How to change it"), or in a file here and in ``make.py``.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeGuard
+
+Kind = Literal["score", "abstain", "failure"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,17 +21,34 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """The verifier's word on one response. A failure carries a reason and never a reward (it is not a 0)."""
+class Part:
+    """What one scorer said of a response, on its own scale."""
 
-    kind: Literal["score", "abstain", "failure"]
+    name: str
+    kind: Kind
+    value: float | None = None
+    reason: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The word on one response. A failure carries a reason and never a reward (it is not a 0)."""
+
+    kind: Kind
     reward: float | None = None
     is_exact: bool = False
     reason: str = ""
+    parts: tuple[Part, ...] = ()
+    """What it was made of; empty where the environment's verifier alone said it."""
 
 
 class Environment(Protocol):
-    """Prompts in a fixed, seeded order, and a verifier."""
+    """Prompts in a fixed, seeded order, and a verifier.
+
+    A class attribute ``is_trusted = True`` lets the verifier run inside the scoring process: only for code
+    that can neither hang nor grow. Every other verifier runs in a killable process of its own.
+    """
 
     def fingerprint(self) -> str:
         """Names the data and their order; a campaign refuses to resume on other data."""
@@ -46,3 +69,47 @@ class Environment(Protocol):
     def verify(self, prompt_id: str, response: str, *, is_finished: bool) -> Outcome:
         """Judge a response; ``is_finished`` is False if the limit cut it off. Raising is a failure."""
         ...
+
+
+class MultiTurnEnvironment(Protocol):
+    """An environment that answers: a tool's output, or the next message of a user.
+
+    ``turns`` are the policy's, oldest first. The tokens of a reply are read by the policy and never trained.
+    """
+
+    max_turns: int
+
+    def reply(self, prompt_id: str, turns: Sequence[str]) -> str | None:
+        """What the policy reads before its next turn; None ends the conversation."""
+        ...
+
+    def demonstration_turns(self, prompt: Prompt) -> list[str]:
+        """Right turns, for a supervised warm start."""
+        ...
+
+    def verify_turns(self, prompt_id: str, turns: Sequence[str], *, is_finished: bool) -> Outcome:
+        """Judge a whole conversation."""
+        ...
+
+
+def is_multi_turn(environment: object) -> TypeGuard[MultiTurnEnvironment]:
+    """Whether the environment answers the policy's turns."""
+    return hasattr(environment, "verify_turns")
+
+
+def verify(environment: Environment, prompt_id: str, turns: Sequence[str], *, is_finished: bool) -> Outcome:
+    """One conversation's outcome, whichever kind of environment it is; raises what the verifier raises."""
+    if is_multi_turn(environment):
+        outcome = environment.verify_turns(prompt_id, turns, is_finished=is_finished)
+    else:
+        outcome = environment.verify(prompt_id, turns[-1], is_finished=is_finished)
+    if not isinstance(outcome, Outcome):
+        raise TypeError(f"verify must return an Outcome, got {type(outcome).__name__}")
+    if (outcome.kind == "score") != isinstance(outcome.reward, int | float):
+        raise TypeError(f"a score must have a reward and nothing else may, got {outcome}")
+    return outcome
+
+
+def is_trusted(environment: object) -> bool:
+    """Whether its verifier may run inside the scoring process."""
+    return bool(getattr(environment, "is_trusted", False))

@@ -1,25 +1,24 @@
 """Rollout groups in, scored groups out."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 import polars as pl
 
-from tasks.environments.protocol import Environment, Outcome
+from tasks.environments.protocol import Outcome
+from tasks.environments.scorer import Sample, Scorer
 from tasks.experience.records import Group
 from tasks.schema import RolloutFrame, ScoredFrame, from_bytes, polars_schema, to_bytes, validated
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+SAMPLE = ("prompt_id", "prompt_ids", "response_ids", "finish_reason", "chosen")
 
 
-def score_groups(
-    taken: Sequence[tuple[str, Group]], environment: Environment, tokenizer: "PreTrainedTokenizerFast"
-) -> list[tuple[str, Group]]:
-    """Verify the samples of some groups; handles and group ids stay as they are."""
+def score_groups(taken: Sequence[tuple[str, Group]], scorer: Scorer) -> list[tuple[str, Group]]:
+    """Score the samples of some groups; handles and group ids stay as they are."""
     frame = from_bytes(*(group.payload for _, group in taken), schema=RolloutFrame)
-    rows = frame.select("prompt_id", "response_ids", "finish_reason").rows(named=True)
-    outcomes = [_columns(judge(environment, tokenizer, **row)) for row in rows]
+    samples = [Sample(**row) for row in frame.select(SAMPLE).rows(named=True)]
+    outcomes = [_columns(outcome) for outcome in scorer.outcomes(samples)]
     types = {name: dtype for name, dtype in polars_schema(ScoredFrame).items() if name not in frame.columns}
     # validated once, stored a group at a time; columns beside, since routing records may be megabytes a row
     scored = validated(
@@ -62,28 +61,11 @@ def _fault(groups: Sequence[Group]) -> str | None:
     return None
 
 
-def judge(
-    environment: Environment,
-    tokenizer: "PreTrainedTokenizerFast",
-    *,
-    prompt_id: str,
-    response_ids: list[int],
-    finish_reason: str,
-) -> Outcome:
-    """The verifier's outcome; a verifier that crashed is a failure with a reason, never a reward of 0."""
-    is_finished = finish_reason == "stop"
-    response = str(tokenizer.decode(response_ids))
-    response = response.removesuffix(str(tokenizer.eos_token)) if is_finished else response
-    try:
-        return environment.verify(prompt_id, response, is_finished=is_finished)
-    except Exception as error:
-        return Outcome(kind="failure", reason=f"{type(error).__name__}: {error}")
-
-
 def _columns(outcome: Outcome) -> dict[str, Any]:
     return {
         "outcome": outcome.kind,
         "reward": outcome.reward,
         "is_exact": outcome.is_exact,
         "reason": outcome.reason,
+        "parts": [asdict(part) for part in outcome.parts],
     }

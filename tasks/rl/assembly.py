@@ -1,10 +1,12 @@
 """Scored samples to train rows: admission, advantages, mini-batches. Pure."""
 
+import math
+
 import polars as pl
 import torch
 
 from tasks.config import CampaignConfig
-from tasks.rl.advantages import has_signal, whiten
+from tasks.rl.advantages import combine_rewards, has_signal, whiten
 from tasks.rl.mismatch import age_histogram
 from tasks.rl.preparation import sequence_advantages
 from tasks.rl.rewards import control_rewards, overlong_penalty
@@ -129,7 +131,7 @@ def _with_advantages(frame: pl.DataFrame, config: CampaignConfig) -> tuple[pl.Da
         if size == 1:
             rejected["group_of_one"] = len(part)
             continue
-        reward_NG = torch.tensor(part["reward"].to_list(), dtype=torch.float64).view(-1, int(size))  # pyright: ignore
+        reward_NG = _combined(part, config).view(-1, int(size))  # pyright: ignore[reportArgumentType]
         keep_N = has_signal(reward_NG)
         advantage_NG = sequence_advantages(reward_NG, algorithm)
         keep = keep_N.repeat_interleave(int(size))  # pyright: ignore[reportArgumentType]
@@ -140,6 +142,22 @@ def _with_advantages(frame: pl.DataFrame, config: CampaignConfig) -> tuple[pl.Da
         return frame.with_columns(advantage=pl.lit(0.0)).clear(), rejected
     frame, rejected = _without_overlong(pl.concat(parts).sort(SAMPLE), rejected, config)
     return (_whitened(frame) if algorithm.whiten and len(frame) else frame), rejected
+
+
+def _combined(frame: pl.DataFrame, config: CampaignConfig) -> torch.Tensor:
+    """Rewards as they were given, or the weighed sum of parts that were each normalised by their group."""
+    if config.reward.normalise == "none":
+        return torch.tensor(frame["reward"].to_list(), dtype=torch.float64)
+    weights = {name: weight for name, weight in config.reward.parts.items() if weight > 0}
+    values = [
+        {part["name"]: part["value"] for part in parts if part["value"] is not None}
+        for parts in frame["parts"].to_list()
+    ]
+    part_BK = torch.tensor([[row.get(n, math.nan) for n in weights] for row in values], dtype=torch.float64)
+    group = int(frame["prompt_id"].len() / frame["prompt_id"].n_unique())
+    part_NGK = part_BK.view(-1, group, len(weights))
+    weight_K = torch.tensor(list(weights.values()), dtype=torch.float64)
+    return combine_rewards(part_NGK, weight_K, how="normalize_then_sum")
 
 
 def _without_overlong(
@@ -170,7 +188,7 @@ def _into_minibatches(frame: pl.DataFrame, *, num_minibatches: int, seed: int) -
     count = min(num_minibatches, max(len(frame), 1))
     minibatch = [i * count // max(len(frame), 1) for i in range(len(frame))]
     train = frame[order].with_columns(
-        loss_mask=pl.col("response_ids").list.eval(pl.element().is_not_null()),
+        loss_mask=pl.coalesce("chosen", pl.col("response_ids").list.eval(pl.element().is_not_null())),
         minibatch=pl.Series(minibatch, dtype=pl.Int64),
     )
     return validated(train.select(list(polars_schema(TrainFrame))), TrainFrame)

@@ -1,0 +1,112 @@
+"""Multi-turn sampling: token in, token out.
+
+    response = turn 0, reply 0, turn 1, ...
+    chosen = True * |turn 0|, False * |reply 0|, True * |turn 1|, ...
+
+A turn's tokens and log-probabilities are the engine's own, kept as they came. A reply's tokens have
+log-probability 0, are never trained, and are what the next turn was conditioned on.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tasks.engine.protocol import Completion, Engine, Request, SamplingParams
+from tasks.policy.chat import Chat
+
+Reply = tuple[bool, str | None, str]
+"""(whether the environment answered, its reply or None at the end, why it did not answer)."""
+Replies = Callable[[Sequence[tuple[str, tuple[str, ...]]]], list[Reply]]
+"""(prompt id, turns so far) of several conversations -> what the environment says to each."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Dialogue:
+    """How a worker talks with an environment."""
+
+    chat: Chat
+    replies: Replies
+    max_turns: int
+
+    def __post_init__(self) -> None:
+        self.chat.reply_frame()  # a template that breaks prefixes is refused before anything is sampled
+
+    def generate(
+        self, engine: Engine, prompt_names: Sequence[str], requests: Sequence[Request], params: SamplingParams
+    ) -> list[list[Completion]]:
+        """Whole conversations in the order of the requests and of their seeds."""
+        first = engine.generate(requests, params)
+        talks = [
+            _Talk(name=name, prompt_ids=request.prompt_ids, seed=seed)
+            for name, request in zip(prompt_names, requests, strict=True)
+            for seed in request.seeds
+        ]
+        completions = [completion for group in first for completion in group]
+        for talk, completion in zip(talks, completions, strict=True):
+            talk.take(completion, self.chat)
+        for turn in range(1, self.max_turns):
+            going = self._answer([talk for talk in talks if talk.is_open])
+            if not going:
+                break
+            for talk, group in zip(
+                going, engine.generate([t.request(turn) for t in going], params), strict=True
+            ):
+                talk.take(group[0], self.chat)
+        result = iter([talk.completion() for talk in talks])
+        return [[next(result) for _ in request.seeds] for request in requests]
+
+    def _answer(self, talks: Sequence["_Talk"]) -> list["_Talk"]:
+        """Append replies; returns the conversations that go on."""
+        going = []
+        said = self.replies([(talk.name, tuple(talk.turns)) for talk in talks]) if talks else []
+        for talk, (has_answered, text, _) in zip(talks, said, strict=True):
+            if not has_answered:
+                talk.finish_reason = "tool_failure"
+            elif text is not None:
+                talk.hear(self.chat.reply_ids(text))
+                going.append(talk)
+            talk.is_open = has_answered and text is not None
+        return going
+
+
+@dataclass(kw_only=True, slots=True)
+class _Talk:
+    name: str
+    prompt_ids: tuple[int, ...]
+    seed: int
+    turns: list[str] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    chosen: list[bool] = field(default_factory=list)
+    finish_reason: str = "stop"
+    is_open: bool = True
+
+    def request(self, turn: int) -> Request:
+        return Request(prompt_ids=(*self.prompt_ids, *self.response_ids), seeds=(turn_seed(self.seed, turn),))
+
+    def take(self, completion: Completion, chat: Chat) -> None:
+        self._extend(completion.response_ids, completion.logprobs, is_chosen=True)
+        self.finish_reason = completion.finish_reason
+        self.is_open = completion.finish_reason == "stop"  # a turn that was cut off gets no reply
+        self.turns += chat.conversation(completion.response_ids, None, is_finished=self.is_open)[0]
+
+    def hear(self, ids: list[int]) -> None:
+        self._extend(ids, [0.0] * len(ids), is_chosen=False)
+
+    def completion(self) -> Completion:
+        return Completion(
+            response_ids=self.response_ids,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,  # pyright: ignore[reportArgumentType]
+            chosen=self.chosen,
+        )
+
+    def _extend(self, ids: list[int], logprobs: list[float], *, is_chosen: bool) -> None:
+        self.response_ids.extend(ids)
+        self.logprobs.extend(logprobs)
+        self.chosen.extend([is_chosen] * len(ids))
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Of a later turn: unrelated to the seeds of other samples and to the steps of this one."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/turn {turn}".encode()).digest()[:8])

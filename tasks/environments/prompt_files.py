@@ -1,0 +1,96 @@
+"""Prompts of Parquet, JSONL or JSON files, with a named verifier: what Hugging Face datasets stores on
+disk."""
+
+import importlib
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from tasks.environment_config import PromptFilesConfig
+from tasks.environments.answers import exact_answer, math_answer, number_answer
+from tasks.environments.problems import Problem, ProblemEnvironment
+
+SUFFIXES = (".parquet", ".jsonl", ".json")
+
+
+def prompt_file_environment(config: PromptFilesConfig, *, held_out: int, seed: int) -> ProblemEnvironment:
+    """The rows of the files, in the order of their names."""
+    problems = [
+        _problem(row, config, where) for where, row in read_rows(config.path, field="prompt_files.path")
+    ]
+    by_text = {problem.text: problem for problem in problems}
+    answers = [problem.answer for problem in by_text.values()]
+    judge = _verifier(config)
+    return ProblemEnvironment(
+        list(by_text.values()),
+        score=lambda index, response: judge(answers[index], response),
+        name=f"prompt_files.{config.verifier}",
+        held_out=held_out,
+        seed=seed,
+    )
+
+
+def _verifier(config: PromptFilesConfig) -> Callable[[str, str], float | None]:
+    if config.verifier == "python":
+        from tasks.environments.sandbox import passes_tests, require_sandbox
+
+        require_sandbox(config.network)
+        return partial(passes_tests, network=config.network, seconds=config.run_seconds)
+    if config.verifier == "math":
+        importlib.import_module("math_verify")  # if it is missing, that is said now and not by every sample
+    return {"exact": exact_answer, "number": number_answer, "math": math_answer}[config.verifier]
+
+
+def read_rows(path: str, *, field: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    """(where it is, row) of every row, in the order of the files' names."""
+    where = Path(path).expanduser()
+    pattern = [f"{where}/**/*{suffix}" for suffix in SUFFIXES] if where.is_dir() else [str(where)]
+    files = sorted({name for each in pattern for name in glob(each, recursive=True)})
+    files = [name for name in files if name.endswith(SUFFIXES)]
+    if not files:
+        raise ValueError(
+            f"{field} must name files that end in {', '.join(SUFFIXES)}, got {path!r} and none "
+            "found. Check the path; relative ones start at the folder the run was started in."
+        )
+    for name in files:
+        for number, row in enumerate(_read(Path(name))):
+            yield f"{name} row {number}", row
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        import polars as pl
+
+        return pl.read_parquet(path).to_dicts()
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    rows = json.loads(text)
+    return rows if isinstance(rows, list) else rows["data"]
+
+
+def _problem(row: dict[str, Any], config: PromptFilesConfig, where: str) -> Problem:
+    for field in (config.prompt_field, config.answer_field):
+        if row.get(field) is None:
+            raise ValueError(
+                f"{where} must have the field {field!r}, got {sorted(row)}. Set prompt_files.prompt_field "
+                "and answer_field."
+            )
+    return Problem(text=_text(row[config.prompt_field], where), answer=str(row[config.answer_field]))
+
+
+def _text(prompt: Any, where: str) -> str:
+    """A chat's only user message: the policy's template is put around it once, by the campaign."""
+    if isinstance(prompt, str):
+        return prompt
+    texts = [message["content"] for message in prompt if message["role"] == "user"]
+    if len(texts) != 1 or len(prompt) != 1:
+        raise ValueError(
+            f"{where} must be text or a chat of one user message, got roles "
+            f"{[message['role'] for message in prompt]}. Join a system message and the question into one "
+            "text."
+        )
+    return str(texts[0])

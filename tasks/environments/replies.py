@@ -1,0 +1,42 @@
+"""What a multi-turn environment says to the policy: in this process if it is trusted, else in the pool."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tasks.config import CampaignConfig
+from tasks.environments.pool import Call
+from tasks.environments.protocol import MultiTurnEnvironment, is_trusted
+from tasks.environments.scorer import environment_pool
+from tasks.environments.template import answer_call
+from tasks.session import say
+
+Talks = Sequence[tuple[str, tuple[str, ...]]]
+Reply = tuple[bool, str | None, str]
+
+
+def environment_replies(
+    config: CampaignConfig, environment: MultiTurnEnvironment
+) -> Callable[[Talks], list[Reply]]:
+    """A function from (prompt id, turns) of several conversations to replies. A tool that raises, hangs or
+    grows fails its sample alone; the reason goes to the log."""
+
+    def run(talks: Talks) -> list[Reply]:
+        calls = [Call(prompt_id=name, turns=turns, call="reply") for name, turns in talks]
+        if is_trusted(environment):
+            answers = [answer_call(environment, call.as_dict()) for call in calls]
+        else:
+            answers = environment_pool(config).run(calls)
+        replies = [_reply(answer) for answer in answers]
+        failed = [reason for has_answered, _, reason in replies if not has_answered]
+        if failed:
+            say("generate", f"{len(failed)} of {len(calls)} turns were not answered; first: {failed[0]}")
+        return replies
+
+    return run
+
+
+def _reply(answer: dict[str, Any]) -> Reply:
+    text = answer.get("text")
+    if answer.get("kind") != "score" or not isinstance(text, str | None):
+        return False, None, str(answer.get("reason") or "no text")
+    return True, text, ""
