@@ -118,5 +118,5 @@ def of_first_lineage(folder: Path) -> CampaignRun:
 
 
 def groups_published(folder: Path, *, iteration: int) -> int:
-    has_begun = re.search(rf"^iter +{iteration} prompts", (folder / "log").read_text(), re.MULTILINE)
+    has_begun = re.search(rf"^iter +{iteration} +prompts", (folder / "log").read_text(), re.MULTILINE)
     return run_buffer(of_first_lineage(folder)).num_published(iteration) if has_begun else 0
