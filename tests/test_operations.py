@@ -188,6 +188,8 @@ def test_metrics_are_served_in_prometheus_text_format(watcher: Watcher, campaign
     assert f'moe_rl_leases{{{name},iteration="1",worker="w1"}} 1' in text
     assert f"moe_rl_tokens_total{{{name}}} 40" in text and "# TYPE moe_rl_tokens_total counter" in text
     assert f'moe_rl_rejected_total{{{name},reason="duplicate groups"}} 1' in text
+    assert f'moe_rl_worker_tokens_total{{{name},worker="w1"}} 40' in text
+    assert f'moe_rl_worker_seconds_total{{{name},worker="w1"}} 2' in text
 
 
 def test_metric_labels_are_escaped(watcher: Watcher) -> None:

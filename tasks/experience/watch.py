@@ -34,6 +34,8 @@ class View:
     """Open iteration -> (policy version it needs, progress)."""
     rejected: Mapping[str, int]
     barred: Mapping[str, str]
+    workers: Mapping[str, tuple[int, int, float]]
+    """Samples, tokens and seconds sampling of each worker, in sealed and in open iterations."""
     total_samples: int
     """Published so far: in sealed and in open iterations."""
     total_tokens: int
@@ -69,16 +71,21 @@ class Watcher:
             }
             for reason, count in refusals.items():
                 rejected[reason] = rejected.get(reason, 0) + count
-        shares = [share for batch in sealed for share in batch.workers.values()]
-        shares += [share for _, progress in iterations.values() for share in progress.workers.values()]
+        shares = [share for batch in sealed for share in batch.workers.items()]
+        shares += [share for _, progress in iterations.values() for share in progress.workers.items()]
+        workers: dict[str, tuple[int, int, float]] = {}
+        for name, share in shares:
+            samples, tokens, seconds = workers.get(name, (0, 0, 0.0))
+            workers[name] = (samples + share.samples, tokens + share.tokens, seconds + share.seconds)
         return View(
             campaign=self.run.campaign,
             seconds=time.monotonic(),
             iterations=iterations,
             rejected={reason: count for reason, count in sorted(rejected.items()) if count},
             barred=self.buffer.barred(),
-            total_samples=sum(share.samples for share in shares),
-            total_tokens=sum(share.tokens for share in shares),
+            workers=workers,
+            total_samples=sum(samples for samples, _, _ in workers.values()),
+            total_tokens=sum(tokens for _, tokens, _ in workers.values()),
         )
 
 
@@ -136,6 +143,10 @@ def view_metrics(view: View) -> str:
         ("tokens_total", "counter", "tokens of published samples", [({}, view.total_tokens)]),
         ("rejected_total", "counter", "samples rejected by reason",
          [({"reason": reason}, count) for reason, count in view.rejected.items()]),
+        ("worker_tokens_total", "counter", "tokens of samples that each worker published",
+         [({"worker": worker}, tokens) for worker, (_, tokens, _) in view.workers.items()]),
+        ("worker_seconds_total", "counter", "seconds that each worker sampled for them",
+         [({"worker": worker}, seconds) for worker, (_, _, seconds) in view.workers.items()]),
         ("barred_workers", "gauge", "workers that get no more work", [({}, len(view.barred))]),
     ]  # fmt: skip
     lines = []
