@@ -32,6 +32,7 @@ class Model:
     done: set[int] = field(default_factory=set)
     poisoned: set[int] = field(default_factory=set)
     published: set[str] = field(default_factory=set)
+    parked: dict[str, bytes] = field(default_factory=dict)
     settled_by: list[Lease] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     duplicates: int = 0
@@ -79,14 +80,35 @@ class Model:
     def publish(self, name: str) -> int:
         is_new = name not in self.published
         self.published.add(name)
+        self.parked.pop(name, None)
         self.duplicates += not is_new
         return int(is_new)
+
+    def park(self, lease: Lease, name: str, payload: bytes) -> int:
+        if name in self.published or not (self.is_closed or self.holds(lease)):
+            return 0
+        if self.is_closed and name in self.parked:
+            return 0
+        self.parked[name] = payload
+        return 1
 
 
 def step(
     rng: random.Random, model: Model, patient: ExperienceBuffer, hasty: ExperienceBuffer, leases: list
 ) -> None:
-    actions = ["put", "lease", "lease", "hasty", "publish", "publish", "settle", "return", "renew", "fail"]
+    actions = [
+        "put",
+        "lease",
+        "lease",
+        "hasty",
+        "publish",
+        "publish",
+        "settle",
+        "return",
+        "renew",
+        "fail",
+        "park",
+    ]
     action = "close" if rng.random() < 0.01 else rng.choice(actions)
     if action == "close":
         assert patient.close(1) == model.close()
@@ -102,33 +124,41 @@ def step(
         assert [(lease.item.portion, lease.attempt) for lease in taken] == expected
         leases += taken
     elif leases:
-        lease = rng.choice(leases)  # often one that was lost long ago
-        portion, is_held = lease.item.portion, model.holds(lease)
-        if action == "fail":
-            assert patient.fail(lease, "broken") == is_held
-            if is_held:
-                model.pending[portion] = [None, lease.attempt, model.pending[portion][2]]
-        elif action == "publish":
-            name = f"{portion}/{rng.randrange(2)}"
-            if is_held:
-                assert patient.publish(lease, [group(name)]) == model.publish(name)
-            else:
-                with pytest.raises(LeaseLost):
-                    patient.publish(lease, [group(name)])
-                model.late += 4 * (model.is_closed and name not in model.published)
-        elif action == "settle":
-            again = lease in model.settled_by
-            assert patient.settle(lease) == (is_held or again)
-            if is_held:
-                del model.pending[portion]
-                model.done.add(portion)
-                model.settled_by.append(lease)
-        elif action == "return":
-            assert patient.return_(lease) == is_held
-            if is_held:
-                model.pending[portion] = [None, lease.attempt, model.pending[portion][2] + 1]
+        touch(rng, action, model, patient, rng.choice(leases))  # often one that was lost long ago
+
+
+def touch(rng: random.Random, action: str, model: Model, patient: ExperienceBuffer, lease: Lease) -> None:
+    """What a worker may do with a lease that it holds, or believes to hold."""
+    portion, is_held = lease.item.portion, model.holds(lease)
+    if action == "fail":
+        assert patient.fail(lease, "broken") == is_held
+        if is_held:
+            model.pending[portion] = [None, lease.attempt, model.pending[portion][2]]
+    elif action == "publish":
+        name = f"{portion}/{rng.randrange(2)}"
+        if is_held:
+            assert patient.publish(lease, [group(name)]) == model.publish(name)
         else:
-            assert patient.renew(lease) == is_held
+            with pytest.raises(LeaseLost):
+                patient.publish(lease, [group(name)])
+            model.late += 4 * (model.is_closed and name not in model.published)
+    elif action == "park":
+        name, payload = f"{portion}/{rng.randrange(2)}", b"%d" % rng.randrange(10**9)
+        expected = model.park(lease, name, payload)
+        assert patient.park(lease, [group(name, payload)]) == expected
+    elif action == "settle":
+        again = lease in model.settled_by
+        assert patient.settle(lease) == (is_held or again)
+        if is_held:
+            del model.pending[portion]
+            model.done.add(portion)
+            model.settled_by.append(lease)
+    elif action == "return":
+        assert patient.return_(lease) == is_held
+        if is_held:
+            model.pending[portion] = [None, lease.attempt, model.pending[portion][2] + 1]
+    else:
+        assert patient.renew(lease) == is_held
 
 
 def run_schedules(
@@ -154,6 +184,7 @@ def check_end(model: Model, buffer: ExperienceBuffer, seed: int) -> None:
         seed
     )
     assert [name for name, _ in buffer.poisoned(1)] == sorted(f"1/{n}" for n in model.poisoned), seed
+    assert buffer.all_parked(1) == model.parked, seed
     expected = Produced(samples=4 * len(model.published), duplicates=model.duplicates, late=model.late)
     assert buffer.produced(1) == expected, seed
     taken = buffer.take_rollouts("s", iteration=1, max_groups=99)
