@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from tasks.deepep_config import DeepEPConfig
 from tasks.grid import Grid
 from tasks.section import Section
 
@@ -27,7 +28,10 @@ class TrainConfig(Section):
     """Pipeline stages: blocks of ranks that hold consecutive layers."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations and the weights they meet; master weights, gradients and their sums are float32."""
-    dispatcher: Literal["local", "all_to_all"] = "all_to_all"
+    dispatcher: Literal["local", "all_to_all", "deepep"] = "all_to_all"
+    deepep: DeepEPConfig = DeepEPConfig()
+    network: Literal["any", "efa"] = "any"
+    """``efa`` ends a run whose NCCL does not send through libfabric's EFA provider between nodes."""
     backend: Literal["gloo", "nccl"] = "gloo"
     learning_rate: float = Field(default=2e-3, gt=0, le=1)
     final_learning_rate_share: float = Field(default=0.1, gt=0, le=1)
@@ -117,6 +121,32 @@ class TrainConfig(Section):
             raise ValueError(
                 f"dispatcher 'local' goes with ep=1 and only with it, got dispatcher={self.dispatcher!r}, "
                 f"ep={self.ep}. Set dispatcher to {'local' if self.ep == 1 else 'all_to_all'}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _deepep_can_run(self) -> Self:
+        if self.network == "efa" and self.backend != "nccl":
+            raise ValueError(
+                f"network 'efa' is for backend 'nccl', got backend={self.backend!r}. Set network to 'any'."
+            )
+        if self.dispatcher != "deepep":
+            if self.deepep != DeepEPConfig():
+                raise ValueError(
+                    f"deepep speaks to dispatcher 'deepep' only, got dispatcher={self.dispatcher!r} and "
+                    f"{self.deepep}. Leave its fields out, or set dispatcher to 'deepep'."
+                )
+            return self
+        if self.backend != "nccl" or self.compute_dtype != "bfloat16":
+            raise ValueError(
+                "dispatcher 'deepep' sends bfloat16 rows between GPUs, got "
+                f"backend={self.backend!r}, compute_dtype={self.compute_dtype!r}. Set them to 'nccl' and "
+                "'bfloat16', or the dispatcher to 'all_to_all'."
+            )
+        if self.deepep.max_tokens < self.micro_batch_tokens:
+            raise ValueError(
+                "deepep.max_tokens must be at least micro_batch_tokens, got "
+                f"{self.deepep.max_tokens} < {self.micro_batch_tokens}. Set it to {self.micro_batch_tokens}."
             )
         return self
 

@@ -8,75 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from exchange import CASES, Setting, run_case
 from ranks import run_ranks
-from torch import Tensor
 
-from tasks.policy.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher, make_dispatcher
+from tasks.policy.dispatch import AllToAllDispatcher, LocalDispatcher, make_dispatcher
 from tasks.policy.permute import gather_rows, invert, sum_rows
 
-NUM_EXPERTS = 6
-CASES = {  # tokens on each rank, and what they select
-    "random": ([5, 3, 4], "random"),
-    "a rank without tokens": ([0, 7, 2], "random"),
-    "no tokens anywhere": ([0, 0, 0], "random"),
-    "one token": ([1, 0, 0], "random"),
-    "first expert takes all": ([5, 3, 4], "first"),
-    "last expert takes all": ([5, 3, 4], "last"),
-    "some selections missing": ([9, 8, 7], "some missing"),
-    "every selection missing": ([5, 3, 4], "none"),
-    "odd counts": ([17, 31, 13], "random"),
-}
-
-
-def selections(kind: str, num_tokens: int, generator: torch.Generator) -> Tensor:
-    if num_tokens == 0:
-        return torch.empty(0, 2, dtype=torch.int64)
-    chosen_TK = torch.stack([torch.randperm(NUM_EXPERTS, generator=generator)[:2] for _ in range(num_tokens)])
-    if kind == "some missing":
-        return torch.where(torch.rand(chosen_TK.shape, generator=generator) < 0.5, chosen_TK, -1)
-    constant = {"first": 0, "last": NUM_EXPERTS - 1, "none": -1}
-    return torch.full_like(chosen_TK, constant[kind]) if kind in constant else chosen_TK
-
-
-def expert(x_TD: Tensor, number_T: Tensor) -> Tensor:
-    """Not linear, so that a row summed too early shows; another function for every global number."""
-    return (x_TD * (number_T + 1)[:, None]).sin()
-
-
-def weighted_sum(x_TD: Tensor, number_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    y_TD = torch.zeros_like(x_TD)
-    for number_T, weight_T in zip(number_TK.unbind(1), weight_TK.unbind(1), strict=True):
-        weight_T = torch.where(number_T >= 0, weight_T, 0)
-        y_TD = y_TD + expert(x_TD, number_T) * weight_T[:, None]
-    return y_TD
-
-
-def run_case(dispatcher: Dispatcher, case: str) -> tuple[Tensor, ...]:
-    """Output and gradients through the dispatcher, checked against the dense loop."""
-    tokens, kind = CASES[case]
-    generator = torch.Generator().manual_seed(dispatcher.rank)
-    number_TK = selections(kind, tokens[dispatcher.rank], generator)
-    x_TD = torch.randn(number_TK.shape[0], 3, dtype=torch.float64, generator=generator)
-    weight_TK = torch.rand(number_TK.shape, dtype=torch.float64, generator=generator)
-    weight_TK[number_TK < 0] = torch.nan  # a missing selection's weight must not leak
-
-    results = []
-    for through_dispatcher in (True, False):
-        x, weight = x_TD.clone().requires_grad_(), weight_TK.clone().requires_grad_()
-        if through_dispatcher:
-            sent = dispatcher.dispatch(x, number_TK, weight, NUM_EXPERTS)
-            start = dispatcher.rank * NUM_EXPERTS // dispatcher.num_ranks
-            number_RK = torch.where(sent.expert_RK >= 0, sent.expert_RK + start, -1)
-            y = dispatcher.combine(weighted_sum(sent.x_RD, number_RK, sent.weight_RK), sent.handle)
-        else:
-            y = weighted_sum(x, number_TK, weight)
-        (y * torch.arange(1, 4)).square().sum().backward()
-        assert x.grad is not None and weight.grad is not None
-        results.append((y.detach(), x.grad, weight.grad))
-    for ours, dense in zip(*results, strict=True):
-        # float64, and nothing larger than 100 (gradients): 1e-12 is 45 roundings of the largest
-        torch.testing.assert_close(ours, dense, rtol=0, atol=1e-12, msg=lambda text: f"{case}: {text}")
-    return results[0]
+NUM_EXPERTS = Setting().num_experts
 
 
 def check_contract(rank: int, world_size: int) -> None:
@@ -135,8 +73,10 @@ def test_what_cannot_run_is_refused_on_two_ranks():
 def test_what_cannot_run_is_refused_on_one_rank():
     with pytest.raises(ValueError, match=r"'all_to_all' must be given an expert-parallel group, got None"):
         make_dispatcher("all_to_all", None)
-    with pytest.raises(ValueError, match=r"must be one of .* got 'deepep'"):
-        make_dispatcher("deepep", None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'deepep' must be given an expert-parallel group, got None"):
+        make_dispatcher("deepep", None)
+    with pytest.raises(ValueError, match=r"must be one of .* got 'nccl'"):
+        make_dispatcher("nccl", None)  # type: ignore[arg-type]
     ones = torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"must agree on tokens T"):
         LocalDispatcher().dispatch(torch.ones(3, 3), ones.long(), ones, NUM_EXPERTS)

@@ -41,6 +41,9 @@ class CountingDispatcher:
     def describe(self) -> str:
         return self.inner.describe()
 
+    def close(self) -> None:
+        self.inner.close()
+
 
 def backward(model: PreTrainedModel, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and this rank's gradients by parameter."""

@@ -47,6 +47,8 @@ class Manifest(BaseModel):
     cursor: int = Field(default=0, ge=0)
     """Position in the prompts from which the next iteration reads."""
     metrics: dict[str, float] = {}
+    means: dict[str, str] = {}
+    """What it was trained with: dispatcher, kernels, libraries."""
     seconds: dict[str, float] = {}
 
     @field_validator("files")
@@ -77,10 +79,10 @@ class Manifest(BaseModel):
     def content_digest(self) -> str:
         """Identity of the training result: equal when a retried task publishes the same result again.
 
-        Left out: when it was written, what was measured on the way, and in which S3 version of a blob the
-        (same) bytes lie.
+        Left out: when it was written, what was measured and used on the way, and in which S3 version of a
+        blob the (same) bytes lie.
         """
-        content = self.model_dump(mode="json", exclude={"created", "seconds", "metrics", "files"})
+        content = self.model_dump(mode="json", exclude={"created", "seconds", "metrics", "means", "files"})
         content["files"] = {name: blob.sha256 for name, blob in self.files.items()}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

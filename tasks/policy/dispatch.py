@@ -8,6 +8,7 @@ All calls are collective: every rank must make equally many, also with zero toke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -57,6 +58,10 @@ class Dispatcher(Protocol):
         """What is in use, for the report of a run."""
         ...
 
+    def close(self) -> None:
+        """Let go of buffers, on every rank at once and before the process group ends."""
+        ...
+
 
 class LocalDispatcher:
     """One rank owns every expert, so nothing travels and a token without selections keeps its row."""
@@ -74,6 +79,9 @@ class LocalDispatcher:
 
     def describe(self) -> str:
         return "local, 1 rank"
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,9 @@ class AllToAllDispatcher:
     def describe(self) -> str:
         return f"all_to_all over {dist.get_backend(self.group)}, {self.num_ranks} ranks"
 
+    def close(self) -> None:
+        pass
+
     def _route(self, owner_TK: Tensor) -> _Route:
         """Who sends how many rows to whom; the only part of a dispatch in which the host waits."""
         num_tokens, ranks_W = owner_TK.shape[0], torch.arange(self.num_ranks, device=owner_TK.device)
@@ -146,9 +157,14 @@ class AllToAllDispatcher:
 
 
 def make_dispatcher(
-    name: Literal["local", "all_to_all"], group: dist.ProcessGroup | None = None
+    name: Literal["local", "all_to_all", "deepep"],
+    group: dist.ProcessGroup | None = None,
+    deepep: Callable[[dist.ProcessGroup], Dispatcher] | None = None,
 ) -> Dispatcher:
-    """The dispatcher of that name over the expert-parallel group (None is one rank); never another one."""
+    """The dispatcher of that name over the expert-parallel group (None is one rank); never another one.
+
+    ``deepep`` builds that dispatcher over the group (``tasks/policy/deepep.py``); no other choice calls it.
+    """
     num_ranks = group.size() if group is not None else 1
     if name == "local":
         if num_ranks > 1:
@@ -157,14 +173,18 @@ def make_dispatcher(
                 "Use 'all_to_all', or set ep to 1."
             )
         return LocalDispatcher()
+    if name not in ("all_to_all", "deepep"):
+        raise ValueError(f"dispatcher must be one of ['local', 'all_to_all', 'deepep'], got {name!r}.")
+    if group is None:
+        raise ValueError(
+            f"dispatcher {name!r} must be given an expert-parallel group, got None. "
+            "Set ep above 1, or use 'local'."
+        )
     if name == "all_to_all":
-        if group is None:
-            raise ValueError(
-                "dispatcher 'all_to_all' must be given an expert-parallel group, got None. "
-                "Set ep above 1, or use 'local'."
-            )
         return AllToAllDispatcher(group)
-    raise ValueError(f"dispatcher must be one of ['local', 'all_to_all'], got {name!r}.")
+    if deepep is None:
+        raise ValueError("dispatcher 'deepep' must be given its settings and sizes, got None.")
+    return deepep(group)
 
 
 def experts_per_rank(num_experts: int, num_ranks: int) -> int:

@@ -28,9 +28,11 @@ from tasks.config import CampaignConfig
 from tasks.policy import weights
 from tasks.policy.beside import Bench, update_critic, with_other_versions, with_proximal
 from tasks.policy.context import split_context
-from tasks.policy.dispatch import Dispatcher, make_dispatcher
+from tasks.policy.dispatch import Dispatcher
 from tasks.policy.epoch import Trainee, train
 from tasks.policy.fsdp import is_fully_sharded
+from tasks.policy.libraries import record_nccl_log
+from tasks.policy.means import open_dispatcher
 from tasks.policy.mesh import ParallelMesh, make_mesh
 from tasks.policy.model import Head, load_policy
 from tasks.policy.nonfinite import NonFiniteSteps
@@ -60,11 +62,11 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
     progress = Progress()
     with exit_on_sigterm(), _process_group(config), _watchdog(config, progress):
         mesh = make_mesh(**asdict(config.train.grid))
-        dispatcher = make_dispatcher(config.train.dispatcher, mesh.ep_group)
         clock.lap("start_up")
         progress.at("load")
         parent = store.manifest(policy)
         folder = store.pull(policy)
+        dispatcher, means = open_dispatcher(config.train, mesh, folder)
         rows = read_batch(store, batch)
         bench = _bench(run, store, batch, mesh, dispatcher)
         rows, critic, critic_metrics = update_critic(bench, with_other_versions(bench, rows), parent, folder)
@@ -80,6 +82,7 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
             store, model, optimizer, mesh, parent.files, dtype=getattr(torch, config.model.dtype)
         )
         clock.lap("upload")
+        dispatcher.close()
         manifest = Manifest(
             campaign=run.campaign,
             version=policy.version + 1,
@@ -94,11 +97,14 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
             critic=critic,
             num_samples=int(metrics.pop("samples")),
             metrics={**batch.metrics, **critic_metrics, **metrics},
+            means=means,
             seconds={**batch.seconds, **clock.seconds},
             cursor=(batch.iteration + 1) * config.rollout.prompts_reserved,
         )
         if dist.get_rank() == 0:
-            _say(batch, metrics, clock, f"{dispatcher.describe()}; {_kernels(config)}")
+            _say(batch, metrics, clock, f"{means['dispatcher']}; kernels: {means['kernels']}")
+            if config.train.backend == "nccl":
+                say("libraries", means["libraries"])
     return Candidate(manifest_json=manifest.model_dump_json())
 
 
@@ -227,10 +233,6 @@ def _device(config: CampaignConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def _kernels(config: CampaignConfig) -> str:
-    return "kernels: " + ", ".join(f"{part} {kernel}" for part, kernel in config.train.kernels.items())
-
-
 def _adjust(model: PreTrainedModel, config: CampaignConfig, mesh: ParallelMesh) -> RouterBalance | None:
     """What the configuration asks of the model beside its weights; the auxiliary loss if it is on."""
     train = config.train
@@ -305,13 +307,19 @@ def _process_group(config: CampaignConfig) -> Iterator[None]:
             f"topology {config.train.topology} must run {config.train.world_size} ranks, got "
             f"WORLD_SIZE={world_size}."
         )
-    dist.init_process_group(
-        config.train.backend, timeout=timedelta(seconds=config.train.collective_timeout_seconds)
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as logs:
+        if config.train.backend == "nccl":
+            record_nccl_log(Path(logs))
+        dist.init_process_group(
+            config.train.backend,
+            timeout=timedelta(seconds=config.train.collective_timeout_seconds),
+            # with its device known, NCCL makes every group's communicator at once
+            device_id=_device(config) if config.train.backend == "nccl" else None,
+        )
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 class _Clock:
