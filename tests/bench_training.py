@@ -3,16 +3,21 @@
     python tests/bench_training.py                           # one GPU: transformers' own paths, ours
     torchrun --nproc-per-node 2 tests/bench_training.py      # expert parallelism over all ranks
 
+With `--paths` only those named, with `--steps` so many each. "deepep" needs DeepEP; over several ranks the
+exchange of one layer's tokens is timed alone as well, forward and backward.
+
 Prints per path: milliseconds a step (median), tokens/s a GPU, model FLOP/s utilisation against 989 TFLOP/s
 (the card's bf16 rate), peak memory. Each rank trains its own 8 x 2,048 tokens; parameters bf16, fused AdamW,
 log-probs of the 151,936-token vocabulary in recomputed chunks. What follows a + is done by fused kernels
 ("all": log-probs, experts and norms; "keep": logits kept for backward). Also checks that the paths agree.
 """
 
+import argparse
+import functools
 import os
 import statistics
-import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +26,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
+from tasks.deepep_config import DeepEPConfig
+from tasks.policy.dispatch import Dispatcher, LocalDispatcher, make_dispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.mesh import make_mesh, reduce_gradients
 from tasks.policy.norms import use_fused_norms
 
 PEAK_FLOPS = 989e12
 FUSED = ["local+logprob", "local+logprob+experts", "local+all", "local+all+keep"]
-EXCHANGES = ["all_to_all", "all_to_all+all", "all_to_all+all+keep"]
+EXCHANGES = [f"{name}{fused}" for name in ("all_to_all", "deepep") for fused in ("", "+all", "+all+keep")]
 KEEP_BYTES = 5 * 2**30
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
@@ -56,13 +62,52 @@ def build(path: str, mesh) -> Qwen3MoeForCausalLM:
         model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16 if CUDA else torch.float32)
     if path not in ("eager", "grouped_mm"):
         name, _, fused = path.partition("+")
-        dispatcher = LocalDispatcher() if name == "local" else make_dispatcher(name, mesh.ep_group)
+        dispatcher = LocalDispatcher() if name == "local" else open_dispatcher(name, mesh.ep_group)
         attach_dispatcher(
             model, dispatcher, kernel="fused" if "experts" in fused or "all" in fused else "torch"
         )
         if "all" in fused:
             use_fused_norms(model)
     return model.train()
+
+
+@functools.cache  # a model's buffer serves the next one as well
+def open_dispatcher(name: str, group: dist.ProcessGroup, **settings: Any) -> Dispatcher:
+    def deepep(group: dist.ProcessGroup) -> Dispatcher:
+        from tasks.policy.deepep import ExchangeShape, make_deepep
+
+        shape = ExchangeShape(
+            hidden=SHAPE["hidden_size"], num_topk=SHAPE["num_experts_per_tok"], deterministic=False,
+            timeout_seconds=120,
+        )  # fmt: skip
+        return make_deepep(group, DeepEPConfig(max_tokens=ROWS * LENGTH, **settings), shape)
+
+    return make_dispatcher(name, group, deepep)  # type: ignore[arg-type]
+
+
+def exchange_ms(dispatcher: Dispatcher, repeats: int = 20) -> dict[str, float]:
+    """Median time of one layer's exchange of 16,384 random tokens a rank, experts left out."""
+    generator = torch.Generator().manual_seed(dispatcher.rank)
+    score_TE = torch.rand(ROWS * LENGTH, SHAPE["num_experts"], generator=generator).to(DEVICE)
+    weight_TK, expert_TK = (t.contiguous() for t in score_TE.topk(SHAPE["num_experts_per_tok"], dim=1))
+    x_TD = torch.randn(ROWS * LENGTH, SHAPE["hidden_size"], device=DEVICE).bfloat16().requires_grad_()
+    grad_TD = torch.randn_like(x_TD)
+    parts: dict[str, list[float]] = {"dispatch": [], "combine": [], "backward": []}
+    for _ in range(repeats):
+        dist.barrier()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        marks[0].record()
+        sent = dispatcher.dispatch(x_TD, expert_TK, weight_TK, SHAPE["num_experts"])
+        marks[1].record()
+        y_TD = dispatcher.combine(sent.x_RD, sent.handle)
+        marks[2].record()
+        y_TD.backward(grad_TD)
+        marks[3].record()
+        torch.cuda.synchronize()
+        for name, begin, end in zip(parts, marks, marks[1:], strict=False):
+            parts[name].append(begin.elapsed_time(end))
+    medians = {name: statistics.median(times[repeats // 4 :]) for name, times in parts.items()}
+    return {**medians, "all": sum(medians.values())}
 
 
 def chunk_loss(hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor) -> Tensor:
@@ -133,13 +178,17 @@ def flops(model: Qwen3MoeForCausalLM, tokens: int) -> float:
 
 
 def main() -> None:
-    world_size, steps = int(os.environ.get("WORLD_SIZE", 1)), int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--paths", nargs="*", default=[])
+    options = parser.parse_args()
+    world_size, steps = int(os.environ.get("WORLD_SIZE", 1)), options.steps
     if world_size > 1:
         if CUDA:
             torch.cuda.set_device(DEVICE)
         dist.init_process_group("nccl" if CUDA else "gloo", device_id=DEVICE if CUDA else None)
     mesh = make_mesh(world_size, world_size)
-    paths = EXCHANGES if world_size > 1 else ["grouped_mm", "local", *FUSED, "eager"]
+    paths = options.paths or (EXCHANGES if world_size > 1 else ["grouped_mm", "local", *FUSED, "eager"])
     baseline = None
     for path in paths:
         result, loss, probe = measure(path, mesh, steps if path != "eager" else max(steps // 3, 2))
@@ -153,6 +202,12 @@ def main() -> None:
         if CUDA:
             torch.cuda.empty_cache()
     if mesh.world:
+        for name in sorted({path.partition("+")[0] for path in paths} if CUDA else set()):
+            dispatcher = open_dispatcher(name, mesh.ep_group)
+            figures = "  ".join(f"{part} {ms:.3f}" for part, ms in exchange_ms(dispatcher).items())
+            if dist.get_rank() == 0:
+                print(f"exchange alone, ms: {figures}  {dispatcher.describe()}", flush=True)
+            dispatcher.close()
         dist.destroy_process_group()
 
 

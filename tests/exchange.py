@@ -24,14 +24,6 @@ CASES = {  # tokens on each rank, and what they select
     "every selection missing": ([5, 3, 4], "none"),
     "odd counts": ([17, 31, 13], "random"),
 }
-TOLERANCE = {
-    # one rounding of a rank's sum for its token and one of the ranks' total, each half of 2^-7 of it; the
-    # last hundredth is for the float32 sums before
-    torch.bfloat16: 1.01 * 2**-7,
-    # at most 8 terms, so 7 additions, and a product, each half of 2^-52
-    torch.float64: 8 * 2**-53,
-}
-"""Largest error of a result, as a share of the sum of its terms' sizes; derived, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +37,16 @@ class Setting:
     """Each rank has this many times the tokens of the case."""
     is_8_bit: bool = False
     """Draw features that 8-bit floats with a scale a block represent exactly."""
+    num_roundings: int = 2
+    """To bfloat16, from a term to the result: of a rank's sum for its token, and of the ranks' total. Where
+    an expert's row travels by itself, it is rounded too."""
+
+    @property
+    def tolerance(self) -> float:
+        """Largest error of a result, as a share of the sum of its terms' sizes; derived, not measured."""
+        if self.dtype == torch.bfloat16:  # half of 2^-7 a rounding; a hundredth for float32 sums in between
+            return 1.01 * self.num_roundings * 2**-8
+        return 8 * 2**-53  # at most 8 terms: 7 additions and a product
 
 
 def selections(kind: str, num_tokens: int, setting: Setting, generator: torch.Generator) -> Tensor:
@@ -129,9 +131,8 @@ def run_case(dispatcher: Dispatcher, case: str, setting: Setting = Setting()) ->
         results.append((y.detach(), x.grad, weight.grad))
     sizes = sizes_of_terms(x_TD, number_TK, weight_TK, grad_TD)
     # a weight's gradient travels in its own type: sums over features, rounded where it arrives
-    shares = TOLERANCE[setting.dtype], TOLERANCE[setting.dtype], max(2**-23, setting.hidden * 2**-52)
-    if setting.dtype == torch.float64:
-        shares = *shares[:2], setting.hidden * 2**-52
+    of_weights = 2**-23 if weights == torch.float32 else setting.hidden * 2**-52
+    shares = setting.tolerance, setting.tolerance, of_weights
     names = "output", "gradient of x", "gradient of weights"
     for name, ours, dense, size, share in zip(names, *results, sizes, shares, strict=True):
         error = (ours.double() - dense).abs()

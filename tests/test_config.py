@@ -100,6 +100,37 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
             {"model": {"random": {"num_experts": 7}}},
             ["train.ep must divide model.random.num_experts", "[1]"],
         ),
+        (
+            {"train": {"dispatcher": "deepep"}},
+            ["'deepep' sends bfloat16 rows between GPUs", "backend='gloo'", "'all_to_all'"],
+        ),
+        (
+            {
+                "train": {
+                    "dispatcher": "deepep",
+                    "backend": "nccl",
+                    "compute_dtype": "bfloat16",
+                    "deepep": {"max_tokens": 8192},
+                }
+            },
+            ["max_tokens must be at least micro_batch_tokens, got 8192 < 16384", "Set it to 16384"],
+        ),
+        (
+            {
+                "train": {
+                    "dispatcher": "deepep",
+                    "backend": "nccl",
+                    "compute_dtype": "bfloat16",
+                    "deepep": {"api": "legacy", "layout": "expanded"},
+                }
+            },
+            ["'legacy' knows the compact layout only", "layout='expanded'"],
+        ),
+        (
+            {"train": {"deepep": {"fp8": True}}},
+            ["deepep speaks to dispatcher 'deepep' only, got dispatcher='all_to_all'", "fp8=True"],
+        ),
+        ({"train": {"network": "efa"}}, ["network 'efa' is for backend 'nccl', got backend='gloo'"]),
         ({"model": {"random": {"num_kv_heads": 3}}}, ["num_kv_heads must divide num_heads", "[1, 2, 4]"]),
         ({"model": {"random": {"experts_per_token": 9}}}, ["at most num_experts", "9 > 8"]),
         ({"environment": {"num_digits": 2}}, ["held_out must be at most half of the 100 prompts", "got 256"]),

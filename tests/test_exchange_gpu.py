@@ -58,7 +58,8 @@ def check_two_gpus(variant: str, hidden: int) -> None:
     seen = libraries.require(libraries.read_facts(), dispatcher=name, api=api)
     if dist.get_rank() == 0:
         print(f"{dispatcher.describe()}; {seen.text()}", flush=True)
-    setting = replace(setting, is_8_bit="fp8" in options)
+    num_roundings = 3 if options.get("layout") == "expanded" else 2
+    setting = replace(setting, is_8_bit="fp8" in options, num_roundings=num_roundings)
     repeats = 2 if is_deterministic or name == "all_to_all" else 1
     for scale in (1, 97):  # 97 is odd and makes 17 tokens 1,649
         for case in CASES:
@@ -68,6 +69,7 @@ def check_two_gpus(variant: str, hidden: int) -> None:
     dispatcher.close()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_two_gpus, reason="needs two GPUs")
 @pytest.mark.parametrize("hidden", SIZES)

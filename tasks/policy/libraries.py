@@ -10,6 +10,7 @@ it (``report``, ``problems``), so that facts recorded on one machine can be judg
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import importlib.metadata
 import os
@@ -196,7 +197,6 @@ def read_facts() -> Facts:
 
 def _installed_versions(deep_ep: Any) -> dict[str, str]:
     import torch
-    from torch.cuda import nccl
 
     versions = {}
     for package in PACKAGES:
@@ -208,7 +208,10 @@ def _installed_versions(deep_ep: Any) -> dict[str, str]:
         versions["deep_ep"] = str(version)
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
-        versions["nccl"] = ".".join(map(str, nccl.version()))
+    for path in mapped_libraries(Path("/proc/self/maps").read_text()).get("nccl", [])[:1]:
+        number = ctypes.c_int()  # torch.cuda.nccl.version() is that of its headers
+        if ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number)) == 0:
+            versions["nccl"] = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
     return versions
 
 
