@@ -21,6 +21,9 @@ from tasks.policy.libraries import (
     require,
     version_tuple,
 )
+from tasks.policy.means import open_dispatcher
+from tasks.policy.mesh import make_mesh
+from tasks.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = "/opt/venv/lib/python3.12/site-packages"
@@ -121,6 +124,17 @@ def test_this_process_maps_no_nccl_and_its_log_is_read_where_the_environment_say
     monkeypatch.setenv("NCCL_DEBUG_FILE", "/elsewhere/%h")
     record_nccl_log(tmp_path)  # whoever runs it has a log of his own
     assert os.environ["NCCL_DEBUG_FILE"] == "/elsewhere/%h"
+
+
+def test_a_training_says_what_it_uses_and_ends_where_that_is_not_what_was_asked(tmp_path):
+    mesh = make_mesh(1, 1)
+    train = TrainConfig.model_construct(world_size=1, ep=1, dispatcher="local")
+    dispatcher, means = open_dispatcher(train, mesh, tmp_path)
+    assert means["dispatcher"] == dispatcher.describe() == "local, 1 rank"
+    assert means["kernels"] == "logprob torch, experts torch, norms torch"
+    assert means["libraries"] == report(read_facts()).text()
+    with pytest.raises(RuntimeError, match="network 'efa' must be what NCCL sends through, got 'unknown'"):
+        open_dispatcher(train.model_copy(update={"network": "efa"}), mesh, tmp_path)
 
 
 def test_the_command_prints_the_report_and_exits_1_where_something_is_not_as_asked():

@@ -111,6 +111,7 @@ def check(manifests: list[Manifest], dispatcher: str) -> None:
         assert any(name.startswith("optimizer") for name in manifest.files)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("leave_servers")
 def test_an_update_makes_a_version_and_reports_what_it_used(tmp_path):
     manifests = updates(tmp_path, TINY, {}, number=1)
