@@ -16,8 +16,9 @@ def rollout_worker(
     worker: int, run: CampaignRun, prompts: PromptSet, behavior: PolicyVersion
 ) -> RolloutReport:
     """One worker: load the policy, then lease, sample, publish and settle until the queue is empty."""
-    from tasks.engine.make import make_engine, make_worker
+    from tasks.engine.make import make_engine, make_workers
     from tasks.engine.notices import departing
+    from tasks.engine.overlap import drain_together
 
     start = time.monotonic()
     config, name = run.config.rollout, f"{worker}@{socket.gethostname()}:{os.getpid()}"
@@ -35,10 +36,10 @@ def rollout_worker(
     ) as departure:
         engine.load(folder, behavior.version)
         loaded = time.monotonic()
-        member = make_worker(
+        members = make_workers(
             run.config, engine, run_buffer(run), folder=folder, name=name, departure=departure
         )
-        done = member.drain(prompts.iteration, max_portions=config.max_portions_per_worker)
+        done = drain_together(members, prompts.iteration, max_portions=config.max_portions_per_worker)
     seconds = time.monotonic() - start
     returned = f", {done.num_returned} returned on {departure.reason}" if departure.is_due else ""
     say(

@@ -6,10 +6,13 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from tasks.section import Section
+from tasks.sglang_config import SglangConfig
 
 
 class RolloutConfig(Section):
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "sglang"] = "embedded"
+    sglang: SglangConfig = SglangConfig()
+    """Of use with ``engine: sglang``."""
     workers: int = Field(default=2, ge=1)
     """Mapped tasks that drain the work queue; on a cluster each is one Spot node. Of no effect for
     ``standing``."""
@@ -36,6 +39,8 @@ class RolloutConfig(Section):
     what there is."""
     groups_per_portion: int = Field(default=64, ge=1)
     """Prompt groups that one lease covers."""
+    portions_at_once: int = Field(default=1, ge=1)
+    """Leases that one worker samples at the same time, so that its engine has work at the end of one."""
     max_portions_per_worker: int = Field(default=0, ge=0)
     """Leases one worker task takes before it leaves the rest to the others; 0 = until the queue is empty. A
     local run executes mapped tasks one after the other, so without it the first worker would do all."""
@@ -79,6 +84,25 @@ class RolloutConfig(Section):
     @property
     def samples_per_iteration(self) -> int:
         return self.prompts_per_iteration * self.group_size
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the engine gives the same tokens for the same sample, whatever it samples beside it."""
+        return self.engine == "embedded" or self.sglang.deterministic
+
+    @model_validator(mode="after")
+    def _the_engine_can_do_it(self) -> Self:
+        if self.engine == "embedded" and self.portions_at_once > 1:
+            raise ValueError(
+                "portions_at_once must be 1 for the embedded engine, which fills a batch with one portion, got "
+                f"{self.portions_at_once}. Raise groups_per_portion or workers instead."
+            )
+        if self.engine == "sglang" and self.record_routing == "experts_and_weights":
+            raise ValueError(
+                "record_routing must be 'none' or 'experts' for sglang, whose server returns expert ids only, "
+                "got 'experts_and_weights'."
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_quota_is_not_refilled(self) -> Self:

@@ -1,8 +1,11 @@
 """The engine and the distribution that a configuration names."""
 
+import functools
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tasks.config import CampaignConfig
 from tasks.engine.notices import Departure
@@ -11,15 +14,55 @@ from tasks.engine.turns import Dialogue
 from tasks.engine.worker import RolloutWorker
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.rollout_config import RolloutConfig
+from tasks.session import say
+from tasks.sglang_config import SglangConfig
+
+if TYPE_CHECKING:
+    from tasks.engine.sglang import Fleet
 
 
 def make_engine(config: RolloutConfig, *, dtype: str) -> Engine:
     """The configured engine, and no other: there is no fallback."""
+    if config.engine == "sglang":
+        return _sglang_fleet(config.sglang, config.record_routing == "experts", dtype).view()
     import torch
 
     from tasks.engine.embedded import EmbeddedEngine
 
     return EmbeddedEngine(batch_size=config.batch_size, dtype=getattr(torch, dtype))
+
+
+@functools.cache
+def _sglang_fleet(config: SglangConfig, routing: bool, dtype: str) -> "Fleet":
+    """One for all tasks that a process runs: a server outlives a task and takes the next version in place."""
+    from tasks.engine.sglang import Fleet
+
+    folder = Path(tempfile.mkdtemp(prefix="moe-rl-sglang-"))
+    say("engine", f"SGLang's log: {folder / 'server.log'}" if not config.urls else f"SGLang at {config.urls}")
+    return Fleet(config, dtype=dtype, folder=folder, routing=routing)
+
+
+def make_workers(
+    config: CampaignConfig,
+    engine: Engine,
+    buffer: ExperienceBuffer,
+    *,
+    folder: Path,
+    name: str,
+    departure: Departure,
+) -> list[RolloutWorker]:
+    """As many workers around one engine as portions are to be sampled at once."""
+    engines = [engine]
+    if config.rollout.portions_at_once > 1:
+        from tasks.engine.sglang import SglangEngine
+
+        assert isinstance(engine, SglangEngine), "the configuration allows it for no other"
+        engines += [engine.fleet.view() for _ in range(config.rollout.portions_at_once - 1)]
+    names = [name if number == 0 else f"{name}+{number}" for number in range(len(engines))]
+    return [
+        make_worker(config, one, buffer, folder=folder, name=label, departure=departure)
+        for one, label in zip(engines, names, strict=True)
+    ]
 
 
 def make_worker(
@@ -41,7 +84,7 @@ def make_worker(
         base_seed=config.seed,
         group_size=rollout.group_size,
         chunk_samples=rollout.batch_size,
-        is_deterministic=config.train.deterministic,
+        is_deterministic=config.train.deterministic and rollout.is_repeatable,
         keeps_partial=rollout.partial == "keep",
         quota_groups=rollout.quota_groups,
         dialogue=make_dialogue(config, folder),

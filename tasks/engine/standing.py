@@ -21,8 +21,9 @@ import yaml
 
 from tasks.artifacts.store import PolicyStore
 from tasks.config import CampaignConfig, with_overrides
-from tasks.engine.make import make_engine, make_worker
+from tasks.engine.make import make_engine, make_workers
 from tasks.engine.notices import Departure, departing
+from tasks.engine.overlap import drain_together
 from tasks.engine.protocol import Engine
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.errors import PolicyVersionMismatch
@@ -76,10 +77,10 @@ class StandingWorker:
             self._folder = store.pull(store.reference(version), without=OPTIMIZER)
             engine.load(self._folder, version)
             say("standing", f"{self.name} loaded v{version} in {time.monotonic() - start:.1f} s")
-        worker = make_worker(
+        members = make_workers(
             run.config, engine, buffer, folder=self._folder, name=self.name, departure=self.departure
         )
-        done = worker.drain(iteration, waits=False)
+        done = drain_together(members, iteration, waits=False)
         if done.num_portions or done.num_returned:
             rate = done.num_tokens / max(done.seconds, 1e-9)
             say(

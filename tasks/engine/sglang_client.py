@@ -1,0 +1,116 @@
+"""Requests to SGLang servers: token ids in; token ids, log-probabilities and the weights' version out.
+
+One event loop in a thread of its own carries every request of a process. A group's samples travel in one HTTP
+request, so they share the prompt's cache; the number of sequences on their way is bounded, just above what
+the servers decode together, so that none of them waits for us and none drowns in a queue.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import aiohttp
+
+T = TypeVar("T")
+CONTROL_SECONDS = 600.0
+"""Deadline of a weight update; a large policy is read from disk in it."""
+
+
+class SglangError(RuntimeError):
+    """A server refused, broke off or lied; the text names it."""
+
+
+class Address:
+    """One server: where it is, what it has on its way, and how often in a row it failed."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self.num_sequences = 0
+        self.failures = 0
+        self.is_out = False
+
+
+class Loop:
+    """An event loop in a thread; ``run`` waits for a coroutine's result from any other thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="sglang client", daemon=True).start()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.start(coroutine).result()
+
+
+class Budget:
+    """Sequences that may be on their way at once. A request larger than all of it goes alone."""
+
+    def __init__(self, size: int):
+        self.size, self.used = size, 0
+        self._freed = asyncio.Condition()
+
+    async def take(self, count: int) -> None:
+        async with self._freed:
+            await self._freed.wait_for(lambda: self.used == 0 or self.used + count <= self.size)
+            self.used += count
+
+    async def give(self, count: int) -> None:
+        async with self._freed:
+            self.used -= count
+            self._freed.notify_all()
+
+
+class Client:
+    """HTTP to the servers; opened inside the loop on first use."""
+
+    def __init__(self, *, request_seconds: float):
+        self.request_seconds = request_seconds
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
+        return self._session
+
+    async def generate(self, url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The answers of a list request, in order.
+
+        Raises:
+            SglangError: the server refused, the connection broke, or the deadline passed; names request and
+                server.
+        """
+        name = body["rid"][0]
+        try:
+            return await self._post(f"{url}/generate", body, self.request_seconds)
+        except TimeoutError:
+            raise SglangError(
+                f"request {name} must end within rollout.sglang.request_seconds={self.request_seconds:g} on "
+                f"{url}, got no answer. Raise it, or lower rollout.max_new_tokens."
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise SglangError(
+                f"request {name} broke off on {url}: {type(error).__name__}: {error}"
+            ) from error
+
+    async def control(self, url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """POST ``body`` (or GET without one) to a server's control plane."""
+        try:
+            return await self._post(f"{url}/{path}", body, CONTROL_SECONDS)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise SglangError(f"{url}/{path} failed: {type(error).__name__}: {error}") from error
+
+    async def _post(self, url: str, body: dict[str, Any] | None, seconds: float) -> Any:
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        method = "GET" if body is None else "POST"
+        async with self.session.request(method, url, json=body, timeout=timeout) as response:
+            if response.status != 200:
+                text = (await response.text())[:500]
+                raise SglangError(f"{url} answered {response.status}: {text}")
+            if response.content_type != "application/json":
+                return await response.text()
+            return await response.json()

@@ -1,0 +1,105 @@
+"""How SGLang serves the policy: one server or several, their parallelism, limits and deadlines; no torch.
+
+Combinations that SGLang is known to get wrong are refused at launch, each with its reason.
+"""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from tasks.section import Section
+
+
+class SglangConfig(Section):
+    urls: tuple[str, ...] = ()
+    """Servers to attach to, all of them serving this policy; empty = each worker launches one of its own."""
+    router_url: str = ""
+    """SGLang's router in front of ``urls``: prompts go through it, everything else to each server."""
+    python: str = ""
+    """Interpreter that has sglang, for a server in an environment of its own; empty = this one."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Added to the server's environment."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    tp: int = Field(default=1, ge=1)
+    """GPUs of one server. With ``moe_a2a`` or ``dp_attention`` the experts are spread over them."""
+    ep: int = Field(default=1, ge=1)
+    """Expert-parallel size inside ``tp``."""
+    dp_attention: bool = False
+    """Each GPU attends to requests of its own; for models with few key-value heads (MLA)."""
+    moe_a2a: Literal["none", "deepep"] = "none"
+    """What carries tokens to the experts of other GPUs."""
+    deepep_mode: Literal["auto", "normal", "low_latency"] = "auto"
+    """``auto``: ``low_latency`` to decode, ``normal`` to prefill."""
+    moe_runner: Literal["auto", "triton", "deep_gemm"] = "auto"
+    attention: Literal["triton", "fa3", "flashinfer", "torch_native"] = "triton"
+    sampling: Literal["pytorch", "flashinfer"] = "pytorch"
+    quantization: Literal["none", "fp8"] = "none"
+    """``fp8`` quantises each version's weights as they are loaded."""
+    cuda_graphs: bool = True
+    """Worth 7x in decoding speed on an H200."""
+    deterministic: bool = False
+    """Tokens depend on a sample's seed alone, whatever shares its batch; slower, and CUDA only."""
+    memory_share: float = Field(default=0.85, gt=0, lt=1)
+    """Of the GPU's memory, for weights and key-value cache."""
+    max_running_requests: int = Field(default=256, ge=1)
+    """Sequences that one server decodes together; the client keeps a quarter more on their way."""
+    max_total_tokens: int = Field(default=0, ge=0)
+    """Key-value cache in tokens; 0 = what fits."""
+    context_length: int = Field(default=0, ge=0)
+    """Longest prompt and response; 0 = the policy's own."""
+    startup_seconds: float = Field(default=900.0, gt=0)
+    """Loading, compiling kernels and capturing graphs; apart from liveness."""
+    request_seconds: float = Field(default=1800.0, gt=0)
+    """A request that takes longer is aborted and named."""
+    max_failures: int = Field(default=3, ge=1)
+    """Failures in a row after which a server is restarted, or given up if it is not ours."""
+    in_flight: Literal["finish", "abort"] = "finish"
+    """Requests that still run when another version is loaded: they ``finish`` on the old weights first, or
+    ``abort`` and are resumed or redone under the new ones."""
+
+    @model_validator(mode="after")
+    def _parallelism_is_one_sglang_has(self) -> Self:
+        if self.tp % self.ep:
+            raise ValueError(
+                f"ep must divide tp, got ep={self.ep}, tp={self.tp}. Set ep to 1 or to {self.tp}."
+            )
+        if self.moe_a2a == "deepep" and self.ep != self.tp:
+            raise ValueError(
+                f"ep must equal tp with moe_a2a 'deepep' (SGLang sets it so), got ep={self.ep}, "
+                f"tp={self.tp}. Set ep to {self.tp}."
+            )
+        if self.deepep_mode != "auto" and self.moe_a2a != "deepep":
+            raise ValueError(
+                f"deepep_mode goes with moe_a2a 'deepep' and only with it, got {self.deepep_mode!r}. "
+                "Set it to 'auto' or moe_a2a to 'deepep'."
+            )
+        if self.deepep_mode == "normal" and self.cuda_graphs:
+            raise ValueError(
+                "cuda_graphs must be off with deepep_mode 'normal', whose counts reach the host in every "
+                "step. Set deepep_mode to 'auto' (graphs while decoding) or cuda_graphs to false."
+            )
+        if self.dp_attention and self.tp == 1:
+            raise ValueError("dp_attention needs tp of at least 2, got tp=1. Raise tp or turn it off.")
+        return self
+
+    @model_validator(mode="after")
+    def _choices_go_together(self) -> Self:
+        if self.device == "cpu":
+            wrong = {
+                "attention": self.attention != "torch_native", "cuda_graphs": self.cuda_graphs,
+                "deterministic": self.deterministic, "quantization": self.quantization != "none",
+                "moe_a2a": self.moe_a2a != "none", "tp": self.tp > 1, "sampling": self.sampling != "pytorch",
+            }  # fmt: skip
+            if any(wrong.values()):
+                raise ValueError(
+                    "device 'cpu' serves attention 'torch_native', sampling 'pytorch', without CUDA graphs, "
+                    f"determinism, FP8, DeepEP or tp; got other values of {[n for n in wrong if wrong[n]]}."
+                )
+        if self.deterministic and self.sampling != "pytorch":
+            raise ValueError("deterministic needs sampling 'pytorch', which alone takes seeds. Set it so.")
+        if self.router_url and not self.urls:
+            raise ValueError(
+                "router_url needs urls: versions are loaded into each server, got "
+                f"router_url={self.router_url}. List the router's workers in urls."
+            )
+        return self

@@ -1,0 +1,36 @@
+"""An SGLang server for the tests, where the environment has one."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tasks.sglang_config import SglangConfig
+
+PYTHON = "MOE_RL_SGLANG_PYTHON"
+"""Environment variable: an interpreter that has sglang."""
+CPU_PATH = Path(__file__).with_name("sglang_cpu")
+
+
+def sglang_config(**changes):
+    """A small server on this machine's device."""
+    python = os.environ.get(PYTHON, "")
+    if not python:
+        pytest.skip(f"{PYTHON} names no interpreter with sglang")
+    import torch
+
+    limits = {"python": python, "max_running_requests": 16, "max_total_tokens": 16384, "context_length": 1024}
+    if torch.cuda.is_available():
+        return SglangConfig(**(limits | {"memory_share": 0.2, "moe_runner": "triton"} | changes))
+    cpu = {
+        "device": "cpu", "attention": "torch_native", "cuda_graphs": False, "memory_share": 0.05,
+        "environment": {"PYTHONPATH": str(CPU_PATH), "OMP_NUM_THREADS": "1"},
+    }  # fmt: skip
+    return SglangConfig(**(limits | cpu | changes))
+
+
+def start_sglang(folder, **changes):
+    """An engine that launches its server with the first version it loads."""
+    from tasks.engine.sglang import Fleet
+
+    return Fleet(sglang_config(**changes), dtype="float32", folder=folder).view()
