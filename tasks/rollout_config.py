@@ -94,13 +94,13 @@ class RolloutConfig(Section):
     def _the_engine_can_do_it(self) -> Self:
         if self.engine == "embedded" and self.portions_at_once > 1:
             raise ValueError(
-                "portions_at_once must be 1 for the embedded engine, which fills a batch with one portion, got "
-                f"{self.portions_at_once}. Raise groups_per_portion or workers instead."
+                "portions_at_once must be 1 for the embedded engine, which fills a batch with one portion, "
+                f"got {self.portions_at_once}. Raise groups_per_portion or workers instead."
             )
         if self.engine == "sglang" and self.record_routing == "experts_and_weights":
             raise ValueError(
-                "record_routing must be 'none' or 'experts' for sglang, whose server returns expert ids only, "
-                "got 'experts_and_weights'."
+                "record_routing must be 'none' or 'experts' for sglang, whose server returns expert ids "
+                "only, got 'experts_and_weights'."
             )
         return self
 

@@ -66,6 +66,8 @@ def test_batches_smaller_than_the_request_list_change_nothing(engine, folder):
 class AbortsAfter:
     """Sampling parameters that abort the engine at the n-th look at ``temperature``: once a decoding step."""
 
+    record_routing = "none"
+
     def __init__(self, engine, step):
         self.engine, self.steps_left, self.max_new_tokens, self.top_p, self.stop_ids = (
             engine,

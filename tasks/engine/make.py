@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 def make_engine(config: RolloutConfig, *, dtype: str) -> Engine:
     """The configured engine, and no other: there is no fallback."""
     if config.engine == "sglang":
-        return _sglang_fleet(config.sglang, config.record_routing == "experts", dtype).view()
+        return _sglang_fleet(
+            config.sglang.model_dump_json(), config.record_routing == "experts", dtype
+        ).view()
     import torch
 
     from tasks.engine.embedded import EmbeddedEngine
@@ -33,10 +35,11 @@ def make_engine(config: RolloutConfig, *, dtype: str) -> Engine:
 
 
 @functools.cache
-def _sglang_fleet(config: SglangConfig, routing: bool, dtype: str) -> "Fleet":
+def _sglang_fleet(config_json: str, routing: bool, dtype: str) -> "Fleet":
     """One for all tasks that a process runs: a server outlives a task and takes the next version in place."""
     from tasks.engine.sglang import Fleet
 
+    config = SglangConfig.model_validate_json(config_json)
     folder = Path(tempfile.mkdtemp(prefix="moe-rl-sglang-"))
     say("engine", f"SGLang's log: {folder / 'server.log'}" if not config.urls else f"SGLang at {config.urls}")
     return Fleet(config, dtype=dtype, folder=folder, routing=routing)

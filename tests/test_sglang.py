@@ -1,0 +1,373 @@
+"""SGLang beyond the engine contract: arguments, refusals, servers that die, versions that do not fit.
+
+The error paths are driven by a small HTTP server that answers as SGLang was recorded to; whether SGLang
+itself keeps the contract is tested in ``test_engine.py`` and here under the marker ``sglang``.
+"""
+
+import json
+import shutil
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines import sglang_config, start_sglang
+from policies import save_tiny_policy
+from pydantic import ValidationError
+
+from tasks.engine.protocol import Request, SamplingParams
+from tasks.engine.sglang import Fleet
+from tasks.engine.sglang_client import SglangError
+from tasks.engine.sglang_format import completion, request_body
+from tasks.engine.sglang_model import served_folder
+from tasks.engine.sglang_server import server_arguments
+from tasks.rollout_config import RolloutConfig
+from tasks.sglang_config import SglangConfig
+
+PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=1.0, stop_ids=frozenset({1}))
+REQUESTS = [Request(prompt_ids=(2, 9, 10, 11, 3), seeds=tuple(range(4)))] * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+# --- configuration
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tp": 8, "ep": 3}, "ep must divide tp"),
+        ({"tp": 8, "ep": 4, "moe_a2a": "deepep"}, "ep must equal tp"),
+        ({"deepep_mode": "low_latency"}, "deepep_mode goes with moe_a2a"),
+        ({"tp": 8, "ep": 8, "moe_a2a": "deepep", "deepep_mode": "normal"}, "cuda_graphs must be off"),
+        ({"dp_attention": True}, "tp of at least 2"),
+        ({"device": "cpu"}, "torch_native"),
+        ({"deterministic": True, "sampling": "flashinfer"}, "alone takes seeds"),
+        ({"router_url": "http://router:1"}, "router_url needs urls"),
+        ({"max_runing_requests": 8}, "Did you mean max_running_requests"),
+    ],
+)
+def test_combinations_that_sglang_gets_wrong_are_refused_at_launch(values, message):
+    with pytest.raises(ValidationError, match=message):
+        SglangConfig(**values)
+
+
+def test_the_engine_decides_what_a_worker_may_ask_of_it():
+    with pytest.raises(ValidationError, match="portions_at_once must be 1"):
+        RolloutConfig(portions_at_once=2)
+    with pytest.raises(ValidationError, match="expert ids only"):
+        RolloutConfig(engine="sglang", record_routing="experts_and_weights")
+    assert RolloutConfig().is_repeatable
+    assert not RolloutConfig(engine="sglang").is_repeatable
+
+
+def test_a_pool_with_deepep_is_rendered_to_the_servers_arguments():
+    config = SglangConfig(
+        tp=8, ep=8, moe_a2a="deepep", dp_attention=True, quantization="fp8", memory_share=0.8,
+        moe_runner="deep_gemm", attention="fa3",
+    )  # fmt: skip
+    arguments = server_arguments(
+        config, model=Path("/model"), version=7, dtype="bfloat16", port=1234, routing=True
+    )
+    text = " ".join(arguments)
+    for part in (
+        "--model-path /model", "--weight-version 7", "--tp-size 8 --ep-size 8", "--moe-a2a-backend deepep",
+        "--deepep-mode auto", "--dp-size 8", "--enable-dp-attention", "--quantization fp8",
+        "--enable-return-routed-experts", "--skip-tokenizer-init",
+    ):  # fmt: skip
+        assert part in text
+    assert "--disable-cuda-graph" not in text and "--enable-deepep-moe" not in text
+    plain = server_arguments(
+        SglangConfig(), model=Path("/model"), version=0, dtype="bfloat16", port=1, routing=False
+    )
+    assert not {"--moe-a2a-backend", "--deepep-mode", "--dp-size", "--quantization"} & set(plain)
+
+
+# --- what a server reads
+
+
+def test_a_tied_head_gets_a_tensor_of_its_own(folder, tmp_path):
+    from safetensors.torch import load_file
+
+    served = served_folder(folder, tmp_path)
+    assert served != folder and not json.loads((served / "config.json").read_text())["tie_word_embeddings"]
+    index = json.loads((served / "model.safetensors.index.json").read_text())["weight_map"]
+    head = load_file(served / index["lm_head.weight"])["lm_head.weight"]
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    assert (head == embedding).all()
+    assert index["model.embed_tokens.weight"] == "model.safetensors"
+    assert (served / "model.safetensors").resolve() == (folder / "model.safetensors").resolve()
+
+
+def test_an_untied_policy_is_served_as_it_is(tmp_path):
+    folder = save_tiny_policy(tmp_path / "deepseek", family="deepseek_v3")
+    assert served_folder(folder, tmp_path) == folder
+
+
+def test_experts_in_one_tensor_are_refused_since_sglang_would_skip_them(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, tmp_path / "fused")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.gate_up_proj"] = tensors.pop(
+        "model.layers.0.mlp.experts.0.up_proj.weight"
+    )
+    save_file(tensors, tmp_path / "fused/model.safetensors")
+    with pytest.raises(ValueError, match="each expert's weights"):
+        served_folder(tmp_path / "fused", tmp_path)
+
+
+# --- what is said and understood
+
+
+def test_a_request_carries_seeds_stop_ids_and_what_is_to_be_returned():
+    params = SamplingParams(max_new_tokens=5, temperature=0.5, top_p=0.9, stop_ids=frozenset({7, 3}))
+    body = request_body(Request(prompt_ids=(1, 2), seeds=(5, 2**64 - 1)), ["a", "b"], params, vocab_size=54)
+    assert body["input_ids"] == [[1, 2], [1, 2]] and body["rid"] == ["a", "b"]
+    assert [one["sampling_seed"] for one in body["sampling_params"]] == [5, 2**63 - 1]
+    first = body["sampling_params"][0]
+    assert first["stop_token_ids"] == [3, 7] and not first["ignore_eos"]
+    assert first["top_k"] == 54 and body["return_sampling_mask"], (
+        "its renormalised values need a finite top_k"
+    )
+
+
+def answer(**meta):
+    entries = [[-0.5, 9, None], [-0.25, 1, None]]
+    return {
+        "output_ids": [9, 1],
+        "meta_info": {
+            "id": "r", "output_token_logprobs": entries, "finish_reason": {"type": "stop", "matched": 1},
+            "weight_version": "7", **meta,
+        },
+    }  # fmt: skip
+
+
+def test_an_answer_gives_the_sampled_ids_with_the_end_token_and_its_logprob():
+    done = completion(answer(), routing_shape=(2, 2))
+    assert (done.response_ids, done.logprobs, done.finish_reason) == ([9, 1], [-0.5, -0.25], "stop")
+    truncated = completion(answer(output_token_sampling_logprobs=[-0.1, 0.0]), routing_shape=(2, 2))
+    assert truncated.logprobs == [-0.1, 0.0]
+
+
+def test_a_logprob_that_is_missing_is_an_error_and_not_a_shorter_list():
+    with pytest.raises(ValueError, match="each of 2 tokens, got 1"):
+        completion(answer(output_token_sampling_logprobs=[-0.1]), routing_shape=(2, 2))
+
+
+@pytest.mark.parametrize(("highest", "kind"), [(255, np.uint8), (256, np.int16)])
+def test_routing_records_take_as_few_bytes_as_their_ids_need(highest, kind):
+    import base64
+
+    ids = np.arange(12, dtype=np.int32).reshape(3, 2, 2)
+    ids[0, 0, 0] = highest
+    encoded = base64.b64encode(ids.tobytes()).decode()
+    done = completion(answer(routed_experts=encoded), routing_shape=(2, 2))
+    assert done.routed_experts is not None and done.routed_experts.dtype == kind
+    assert (done.routed_experts == ids).all()
+
+
+# --- servers that fail
+
+
+class Recorded(BaseHTTPRequestHandler):
+    """Answers as SGLang 0.5.17 does, with the faults that a test asks for."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments):
+        pass
+
+    def do_GET(self):
+        state = self.server.state
+        if state.get("is_dead"):
+            return self.hang_up()
+        if self.path.startswith("/v1/loads"):
+            return self.reply({"version": "0.5.17"})
+        return self.reply({"is_generation": True, "weight_version": state["version"]})
+
+    def do_POST(self):
+        state = self.server.state
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if state.get("is_dead"):
+            return self.hang_up()
+        if self.path == "/update_weights_from_disk":
+            if state.get("refuses_updates"):
+                return self.reply({"success": False, "message": "torn"}, 400)
+            state["version"] = state.get("claims", body["weight_version"])
+            state["weights"] = state["weights"] if state.get("keeps_weights") else state["weights"] + 1
+            return self.reply({"success": True})
+        if self.path == "/abort_request":
+            return self.reply({})
+        if body["rid"] == ["probe"]:
+            values = [[-float(state["weights"]), token, None] for token in body["input_ids"][0]]
+            return self.reply([{"meta_info": {"input_token_logprobs": values}}])
+        state["generated"] = state.get("generated", 0) + 1
+        if state.get("dies_at") == state["generated"]:
+            state["is_dead"] = True
+            return self.hang_up()
+        meta = {"weight_version": state.get("lies", state["version"])}
+        reason = state.get("reason", {"type": "stop", "matched": 1})
+        return self.reply([answer(**meta, id=rid, finish_reason=reason) for rid in body["rid"]])
+
+    def hang_up(self):
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def reply(self, value, status=200):
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextmanager
+def recorded(**state):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Recorded)
+    server.state = {"version": "none", "weights": 0, **state}
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def attached(*servers, **changes):
+    urls = tuple(f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
+    values = {"device": "cpu", "attention": "torch_native", "cuda_graphs": False, "max_running_requests": 8}
+    return Fleet(SglangConfig(urls=urls, **(values | changes)), dtype="float32", folder=Path()).view()
+
+
+@pytest.fixture
+def untied(tmp_path):
+    """Two versions of a policy with a head of its own, served as they are."""
+    return [save_tiny_policy(tmp_path / str(seed), family="deepseek_v3", seed=seed) for seed in (0, 1)]
+
+
+def test_no_traffic_before_the_engine_reports_exactly_the_required_version(untied):
+    """A recovered engine that serves base weights under any name is out of service (complaint 7)."""
+    with recorded(claims="base") as server:
+        engine = attached(server)
+        with pytest.raises(SglangError, match=r"must hold weight version 3, got 'base'"):
+            engine.load(untied[0], 3)
+        assert engine.version is None
+        with pytest.raises(RuntimeError, match="load a policy version"):
+            engine.generate(REQUESTS, PARAMS)
+
+
+def test_a_torn_update_takes_the_engine_out_of_service(untied):
+    """Complaint 12: an update that fails never leaves old weights under a new name."""
+    with recorded() as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        server.state["refuses_updates"] = True
+        with pytest.raises(SglangError, match="torn"):
+            engine.load(untied[1], 4)
+        assert engine.version is None
+
+
+def test_weights_that_did_not_change_with_their_files_are_noticed(untied):
+    with recorded() as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        server.state["keeps_weights"] = True
+        with pytest.raises(SglangError, match="reports the same weights than before"):
+            engine.load(untied[1], 4)
+
+
+def test_tokens_of_another_version_are_refused(untied):
+    """Each answer names the version that sampled it; a mismatch is an error, not data (complaint 11)."""
+    with recorded(lies="2") as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        with pytest.raises(SglangError, match=r"must be sampled by version 3, the server reports '2'"):
+            engine.generate(REQUESTS, PARAMS)
+
+
+def test_an_abort_that_nobody_asked_for_is_an_error(untied):
+    with recorded(reason={"type": "abort", "message": "out of memory"}) as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        with pytest.raises(SglangError, match="out of memory"):
+            engine.generate(REQUESTS, PARAMS)
+
+
+def test_a_server_that_dies_hands_its_requests_to_the_others(untied):
+    with recorded() as first, recorded(dies_at=2) as second:
+        engine = attached(first, second)
+        engine.load(untied[0], 3)
+        groups = engine.generate(REQUESTS * 4, PARAMS)
+        assert [len(group) for group in groups] == [4] * 16
+        assert [address.is_out for address in engine.fleet.addresses] == [False, True]
+
+
+def test_the_last_server_that_dies_ends_the_call_and_is_named(untied):
+    with recorded(dies_at=1) as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        with pytest.raises(SglangError, match=r"broke off on http://127.0.0.1|no SGLang server is left"):
+            engine.generate(REQUESTS, PARAMS)
+
+
+# --- the real server
+
+
+@pytest.mark.sglang
+def test_an_unknown_argument_of_the_installed_version_ends_the_launch_with_its_name(
+    folder, tmp_path, monkeypatch
+):
+    from tasks.engine import sglang_server
+
+    real = sglang_server.server_arguments
+    monkeypatch.setattr(
+        sglang_server, "server_arguments", lambda *a, **k: [*real(*a, **k), "--enable-deepep-moe"]
+    )
+    with pytest.raises(RuntimeError, match="enable-deepep-moe"):
+        start_sglang(tmp_path).load(folder, 0)
+
+
+@pytest.mark.sglang
+def test_a_killed_server_is_replaced_by_the_next_load(folder, tmp_path):
+    """Start-up has a budget of its own; a server that is dead, not slow, is started again (complaint 28)."""
+    import os
+    import signal
+    import subprocess
+
+    engine = start_sglang(tmp_path / "server")
+    engine.load(folder, 1)
+    found = subprocess.run(["pgrep", "-f", str(tmp_path / "server")], capture_output=True, text=True).stdout
+    for pid in found.split():
+        os.kill(int(pid), signal.SIGKILL)
+    with pytest.raises(SglangError, match=r"broke off|no SGLang server"):
+        engine.generate(REQUESTS, PARAMS)
+    engine.load(folder, 2)
+    assert engine.generate(REQUESTS, PARAMS)
+
+
+@pytest.mark.sglang
+def test_routing_records_are_those_of_transformers(folder, tmp_path):
+    from dataclasses import replace
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    engine = Fleet(sglang_config(), dtype="float32", folder=tmp_path, routing=True).view()
+    engine.load(folder, 1)
+    (group,) = engine.generate([REQUESTS[0]], replace(PARAMS, record_routing="experts"))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for done in group:
+        ids = torch.tensor([[*REQUESTS[0].prompt_ids, *done.response_ids]])[:, :-1]
+        logits = model(ids, output_router_logits=True).router_logits
+        chosen = torch.stack([layer.topk(2).indices.sort().values for layer in logits], dim=1)
+        assert done.routed_experts is not None
+        assert (np.sort(done.routed_experts, axis=-1) == chosen.numpy()).all()
