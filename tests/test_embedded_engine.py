@@ -98,6 +98,23 @@ def test_abort_returns_between_steps_with_what_was_sampled_so_far(engine):
     assert tokens(engine.generate(REQUESTS, params())) == tokens(whole), "an abort ends with its call"
 
 
+def test_a_continuation_samples_what_an_undisturbed_response_would_have(engine):
+    """Same tokens from the same seed; log-probabilities within what another batch shape may change."""
+    whole = engine.generate(REQUESTS, params())
+    cuts = iter([1, 4, 2, 3, 5, 1])
+    requests, rest = [], []
+    for request, group in zip(REQUESTS, whole, strict=True):
+        for seed, full in zip(request.seeds, group, strict=True):
+            if (cut := next(cuts)) < len(full.response_ids):
+                prompt = (*request.prompt_ids, *full.response_ids[:cut])
+                requests.append(Request(prompt_ids=prompt, seeds=(seed,), num_sampled=cut))
+                rest.append((full, cut))
+    assert len(rest) > 3
+    for (full, cut), (found,) in zip(rest, engine.generate(requests, params()), strict=True):
+        assert found.response_ids == full.response_ids[cut:] and found.finish_reason == full.finish_reason
+        assert found.logprobs == pytest.approx(full.logprobs[cut:], abs=1e-4)
+
+
 def test_batches_behind_an_abort_are_not_begun(folder):
     engine = EmbeddedEngine(batch_size=2)
     engine.load(folder, 7)

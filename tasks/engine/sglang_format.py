@@ -22,7 +22,7 @@ def request_body(
     """One list request: the samples of a prompt, each with its name and seed."""
     is_truncated = params.top_p < 1 and params.temperature > 0
     shared = {
-        "max_new_tokens": params.max_new_tokens,
+        "max_new_tokens": params.max_new_tokens - request.num_sampled,
         "temperature": params.temperature,
         "stop_token_ids": sorted(params.stop_ids),
         "ignore_eos": not params.stop_ids,  # otherwise the checkpoint's own end ids stop as well
