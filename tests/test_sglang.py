@@ -371,3 +371,43 @@ def test_routing_records_are_those_of_transformers(folder, tmp_path):
         chosen = torch.stack([layer.topk(2).indices.sort().values for layer in logits], dim=1)
         assert done.routed_experts is not None
         assert (np.sort(done.routed_experts, axis=-1) == chosen.numpy()).all()
+
+
+@pytest.mark.sglang
+def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, tmp_path):
+    """One server is killed while both sample; the router still believes in it, the client does not."""
+    import os
+    import signal
+    import subprocess
+    import time
+
+    from tasks.embedded.process import HOST
+    from tasks.engine.sglang_server import LaunchedServer
+
+    config = sglang_config()
+    servers = [LaunchedServer(config, tmp_path / name, dtype="float32", routing=False) for name in "ab"]
+    served = served_folder(folder, tmp_path)
+    urls = tuple(server.start(served, 0) for server in servers)
+    port = 29_000 + os.getpid() % 1_000
+    command = [config.python, "-m", "sglang_router.launch_router", "--host", HOST, "--port", str(port)]
+    with (tmp_path / "router.log").open("wb") as log:
+        router = subprocess.Popen([*command, "--worker-urls", *urls], stdout=log, stderr=log, cwd=tmp_path)
+    try:
+        changes = {"urls": urls, "router_url": f"http://{HOST}:{port}", "startup_seconds": 60.0}
+        fleet = Fleet(config.model_copy(update=changes), dtype="float32", folder=tmp_path)
+        engine = fleet.view()
+        engine.load(folder, 1)
+        time.sleep(5)  # the router has met its workers
+        long = SamplingParams(max_new_tokens=200, temperature=1.0, top_p=1.0, stop_ids=frozenset())
+        pids = subprocess.run(
+            ["pgrep", "-f", f"--port {urls[0].rsplit(':')[-1]}"], capture_output=True, text=True
+        )
+        victim = int(pids.stdout.split()[0])
+        timer = threading.Timer(1.0, os.kill, (victim, signal.SIGKILL))
+        timer.start()
+        groups = engine.generate(REQUESTS * 4, long)
+        assert [len(c.response_ids) for group in groups for c in group] == [200] * 64
+        assert [address.is_out for address in fleet.addresses] == [True, False]
+    finally:
+        router.terminate()
+        router.wait(20)

@@ -154,17 +154,24 @@ class Fleet:
         return min(serving, key=lambda address: address.num_sequences)
 
     async def _survives(self, address: Address) -> bool:
-        """After a failure: whether another try makes sense. A server without an answer is out of service."""
+        """After a failure: whether another try makes sense. Every server is asked, since behind a router the
+        one that failed need not be the one that was chosen; one without an answer is out of service."""
+        address.failures += 1
+        await asyncio.gather(*(self._ask(other) for other in self.addresses if not other.is_out))
+        if address.failures >= self.config.max_failures:
+            await self._take_out(address)
+        return any(not other.is_out for other in self.addresses)
+
+    async def _ask(self, address: Address) -> None:
         try:
             await self.client.control(address.url, "model_info")
-            address.failures += 1
         except SglangError:
-            address.failures = self.config.max_failures
-        if address.failures >= self.config.max_failures:
-            address.is_out = True
-            if self.config.router_url:
-                await self._leave_router(address)
-        return any(not other.is_out for other in self.addresses)
+            await self._take_out(address)
+
+    async def _take_out(self, address: Address) -> None:
+        address.is_out = True
+        if self.config.router_url:
+            await self._leave_router(address)
 
     async def _leave_router(self, address: Address) -> None:
         """The router notices a dead worker only after a minute; until then it sends requests there."""
