@@ -411,3 +411,21 @@ def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, tmp
     finally:
         router.terminate()
         router.wait(20)
+
+
+@pytest.mark.sglang
+def test_in_deterministic_mode_a_sample_depends_on_its_seed_alone(folder, tmp_path):
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("SGLang's deterministic mode needs a CUDA device")
+    engine = start_sglang(tmp_path, deterministic=True)
+    engine.load(folder, 1)
+    requests = [
+        Request(prompt_ids=(2, 9, 10, 11, 3), seeds=(11, 12, 13)),
+        Request(prompt_ids=(2, 5, 6, 7, 8, 9, 10, 3), seeds=(31,)),
+    ]
+    together = engine.generate(requests, PARAMS)
+    assert together == engine.generate(requests, PARAMS)
+    alone = [engine.generate([request], PARAMS)[0] for request in requests]
+    assert alone == together
