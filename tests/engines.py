@@ -29,8 +29,16 @@ def sglang_config(**changes):
     return SglangConfig(**(limits | cpu | changes))
 
 
-def start_sglang(folder, **changes):
-    """An engine that launches its server with the first version it loads."""
+def start_sglang(folder, *, dtype="float32", **changes):
+    """An engine that launches its server with the first version it loads. On a GPU SGLang computes in float32
+    in its deterministic mode only."""
+    import torch
+
     from tasks.engine.sglang import Fleet
 
-    return Fleet(sglang_config(**changes), dtype="float32", folder=folder).view()
+    if torch.cuda.is_available():
+        changes = {"deterministic": dtype == "float32"} | changes
+    elif dtype != "float32":
+        pytest.skip("half precision is for a GPU")
+    routing = changes.pop("routing", False)
+    return Fleet(sglang_config(**changes), dtype=dtype, folder=folder, routing=routing).view()

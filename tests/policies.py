@@ -17,8 +17,14 @@ SHAPE = {
 }
 
 
-def save_tiny_policy(folder: Path, *, family: str = "qwen3_moe", seed: int = 0) -> Path:
-    """A random policy with the character tokenizer, as a Hugging Face folder."""
+def save_tiny_policy(
+    folder: Path, *, family: str = "qwen3_moe", seed: int = 0, sharpness: float = 1.0
+) -> Path:
+    """A random policy with the character tokenizer, as a Hugging Face folder.
+
+    ``sharpness`` multiplies the embedding and so the logits of a policy whose head is tied to it: its most
+    likely token then stands clear of what half precision rounds.
+    """
     tokenizer = character_tokenizer()
     shape = SHAPE | ({"num_kv_heads": SHAPE["num_heads"]} if family == "deepseek_v3" else {})
     model = build_random(
@@ -29,6 +35,7 @@ def save_tiny_policy(folder: Path, *, family: str = "qwen3_moe", seed: int = 0) 
         pad_token_id=tokenizer.pad_token_id,
         **shape,
     )
+    model.get_input_embeddings().weight.data.mul_(sharpness)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -361,7 +361,7 @@ def test_routing_records_are_those_of_transformers(folder, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    engine = Fleet(sglang_config(), dtype="float32", folder=tmp_path, routing=True).view()
+    engine = start_sglang(tmp_path, routing=True)
     engine.load(folder, 1)
     (group,) = engine.generate([REQUESTS[0]], replace(PARAMS, record_routing="experts"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -385,7 +385,8 @@ def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, tmp
     from tasks.engine.sglang_server import LaunchedServer
 
     config = sglang_config()
-    servers = [LaunchedServer(config, tmp_path / name, dtype="float32", routing=False) for name in "ab"]
+    dtype = "float32" if config.device == "cpu" else "bfloat16"
+    servers = [LaunchedServer(config, tmp_path / name, dtype=dtype, routing=False) for name in "ab"]
     served = served_folder(folder, tmp_path)
     urls = tuple(server.start(served, 0) for server in servers)
     port = 29_000 + os.getpid() % 1_000
@@ -394,7 +395,7 @@ def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, tmp
         router = subprocess.Popen([*command, "--worker-urls", *urls], stdout=log, stderr=log, cwd=tmp_path)
     try:
         changes = {"urls": urls, "router_url": f"http://{HOST}:{port}", "startup_seconds": 60.0}
-        fleet = Fleet(config.model_copy(update=changes), dtype="float32", folder=tmp_path)
+        fleet = Fleet(config.model_copy(update=changes), dtype=dtype, folder=tmp_path)
         engine = fleet.view()
         engine.load(folder, 1)
         time.sleep(5)  # the router has met its workers
@@ -419,7 +420,7 @@ def test_in_deterministic_mode_a_sample_depends_on_its_seed_alone(folder, tmp_pa
 
     if not torch.cuda.is_available():
         pytest.skip("SGLang's deterministic mode needs a CUDA device")
-    engine = start_sglang(tmp_path, deterministic=True)
+    engine = start_sglang(tmp_path)
     engine.load(folder, 1)
     requests = [
         Request(prompt_ids=(2, 9, 10, 11, 3), seeds=(11, 12, 13)),
