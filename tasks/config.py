@@ -69,6 +69,7 @@ class CampaignConfig(Section):
                 "rollout.prompts_per_iteration."
             )
         self._check_models_beside_the_policy()
+        self._check_engine_precision()
         first = 1 if self.warm_start.steps else 0
         if self.algorithm.kl != "none" and self.algorithm.reference_version > first:
             raise ValueError(
@@ -139,6 +140,17 @@ class CampaignConfig(Section):
     def max_age(self) -> int:
         """Versions by which a sample may be older than the policy it trains."""
         return self.schedule.max_staleness + (self.rollout.leftovers == "keep")
+
+    def _check_engine_precision(self) -> None:
+        server = self.rollout.sglang
+        is_plain_cuda = (
+            self.rollout.engine == "sglang" and server.device == "cuda" and not server.deterministic
+        )
+        if is_plain_cuda and self.model.dtype == "float32":
+            raise ValueError(
+                "model.dtype must be 'bfloat16' for sglang on CUDA, whose norms take half precision outside "
+                "its deterministic mode, got 'float32'. Set it so, or rollout.sglang.deterministic."
+            )
 
     @classmethod
     def model_validate_json(

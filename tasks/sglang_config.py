@@ -34,7 +34,7 @@ class SglangConfig(Section):
     attention: Literal["triton", "fa3", "flashinfer", "torch_native"] = "triton"
     sampling: Literal["pytorch", "flashinfer"] = "pytorch"
     quantization: Literal["none", "fp8"] = "none"
-    """``fp8`` quantises each version's weights as they are loaded."""
+    """``fp8`` quantises each version's weights as a server starts, so every version starts it anew."""
     cuda_graphs: bool = True
     """Worth 7x in decoding speed on an H200."""
     deterministic: bool = False
@@ -97,6 +97,11 @@ class SglangConfig(Section):
                 )
         if self.deterministic and self.sampling != "pytorch":
             raise ValueError("deterministic needs sampling 'pytorch', which alone takes seeds. Set it so.")
+        if self.quantization == "fp8" and self.urls:
+            raise ValueError(
+                "quantization must be 'none' with urls: FP8 weights are not updated in place, and servers that "
+                "others started cannot be restarted. Leave urls empty, or set quantization to 'none'."
+            )
         if self.router_url and not self.urls:
             raise ValueError(
                 "router_url needs urls: versions are loaded into each server, got "

@@ -28,11 +28,11 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
     [
         ({"trian": {}}, ["unknown key 'trian'", "Did you mean train?"]),
         ({"train": {"learning_rat": 1}}, ["train: ", "'learning_rat'", "Did you mean learning_rate?"]),
-        ({"rollout": {"zzz": 1}}, ["rollout: ", "Known keys: engine, workers"]),
+        ({"rollout": {"zzz": 1}}, ["rollout: ", "Known keys: engine, sglang, workers"]),
         ({"train": {"learning_rate": "fast"}}, ["train.learning_rate: ", "valid number", "'fast'"]),
         ({"rollout": {"workers": 0}}, ["rollout.workers: ", "greater than or equal to 1", "got 0"]),
         ({"rollout": {"group_size": 1}}, ["rollout.group_size: ", "greater than or equal to 2", "got 1"]),
-        ({"rollout": {"engine": "vllm"}}, ["rollout.engine: ", "'embedded'", "got 'vllm'"]),
+        ({"rollout": {"engine": "vllm"}}, ["rollout.engine: ", "'embedded' or 'sglang'", "got 'vllm'"]),
         ({"train": {"ep": 3}}, ["train: ep must divide the 2 ranks", "ep=3", "[1, 2]"]),
         ({"train": {"ep": 1}}, ["dispatcher 'local' goes with ep=1", "Set dispatcher to local"]),
         (
@@ -194,3 +194,10 @@ def test_a_password_comes_from_a_file_and_never_stands_in_the_url(tmp_path):
         with pytest.raises(ValueError, match="password_file goes with") as error:
             BufferConfig(url=wrong, password_file="x")
         assert "secret" not in str(error.value).split("input_value")[0]
+
+
+def test_sglang_on_cuda_is_refused_in_float32():
+    with pytest.raises(ConfigError, match=r"model.dtype must be 'bfloat16' for sglang"):
+        CampaignConfig.model_validate_json('{"rollout": {"engine": "sglang"}}')
+    CampaignConfig.model_validate_json('{"rollout": {"engine": "sglang"}, "model": {"dtype": "bfloat16"}}')
+    CampaignConfig.model_validate_json('{"rollout": {"engine": "sglang", "sglang": {"deterministic": true}}}')

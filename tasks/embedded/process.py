@@ -110,6 +110,18 @@ def ensure_running(server: Server, folder: Path, *, port: int = 0) -> list[int]:
     return ports
 
 
+def leave(folder: Path, *, deadline_s: float) -> None:
+    """Stop being a user of the folder's server, and wait until it has ended; nothing if it has other users."""
+    with _mutex:
+        membership = _memberships.pop(folder, None)
+    if membership is None:
+        return
+    os.close(membership.fifo)
+    end = time.monotonic() + deadline_s
+    while _is_held(folder / "alive.lock") and time.monotonic() < end:
+        time.sleep(POLL_S)
+
+
 def _join(folder: Path) -> list[int] | None:
     """Become a user of the running server; None if there is none, or it is on its way down."""
     found = _discovery(folder)

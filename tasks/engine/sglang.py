@@ -68,6 +68,9 @@ class Fleet:
             self.loop.run(self._idle())
             self.model = folder
             self.vocab_size, self.routing_shape = vocabulary(folder), routing_shape(folder)
+            if self.launched is not None and self.addresses and self.config.quantization == "fp8":
+                self.launched.stop()  # SGLang repacks FP8 weights once, and an update would not repack them
+                self.addresses = []
             if self.launched is not None and self._needs_start():
                 self.addresses = [Address(self.launched.start(served, version))]
             else:

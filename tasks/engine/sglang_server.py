@@ -11,11 +11,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tasks.embedded.process import HOST, Launch, Server, ensure_running
+from tasks.embedded.process import HOST, Launch, Server, ensure_running, leave
 from tasks.sglang_config import SglangConfig
 
 GRACE_SECONDS = 5.0
 """From SIGTERM to SIGKILL: whoever still waits for tokens has ended, or there would be a user."""
+STOP_SECONDS = 60.0
 
 
 def server_arguments(
@@ -87,6 +88,9 @@ class LaunchedServer:
         )
         (port,) = ensure_running(server, self.folder)
         return f"http://{HOST}:{port}"
+
+    def stop(self) -> None:
+        leave(self.folder, deadline_s=STOP_SECONDS)
 
     def _environment(self) -> dict[str, str]:
         """Ours without PYTHONPATH, which would put this project's folders before the server's packages."""

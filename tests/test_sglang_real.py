@@ -1,0 +1,124 @@
+"""What only a real SGLang server shows: launches, deaths, routing records, the router, determinism.
+
+They need an interpreter that has sglang (see ``test_engine.py``) and minutes: each starts servers of its own.
+"""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engines import sglang_config, start_sglang
+from policies import save_tiny_policy
+
+from tasks.embedded.process import HOST
+from tasks.engine import sglang_server
+from tasks.engine.protocol import Request, SamplingParams
+from tasks.engine.sglang import Fleet
+from tasks.engine.sglang_client import SglangError
+from tasks.engine.sglang_model import served_folder
+from tasks.engine.sglang_server import LaunchedServer
+
+pytestmark = pytest.mark.sglang
+PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=1.0, stop_ids=frozenset({1}))
+REQUESTS = [Request(prompt_ids=(2, 9, 10, 11, 3), seeds=tuple(range(4)))] * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+def test_an_unknown_argument_of_the_installed_version_ends_the_launch_with_its_name(
+    folder, tmp_path, monkeypatch
+):
+    real = sglang_server.server_arguments
+    monkeypatch.setattr(
+        sglang_server, "server_arguments", lambda *a, **k: [*real(*a, **k), "--enable-deepep-moe"]
+    )
+    with pytest.raises(RuntimeError, match="enable-deepep-moe"):
+        start_sglang(tmp_path).load(folder, 0)
+
+
+def test_a_killed_server_is_replaced_by_the_next_load(folder, tmp_path):
+    """Start-up has a budget of its own; a server that is dead, not slow, is started again (complaint 28)."""
+
+    engine = start_sglang(tmp_path / "server")
+    engine.load(folder, 1)
+    found = subprocess.run(["pgrep", "-f", str(tmp_path / "server")], capture_output=True, text=True).stdout
+    for pid in found.split():
+        os.kill(int(pid), signal.SIGKILL)
+    with pytest.raises(SglangError, match=r"broke off|no SGLang server"):
+        engine.generate(REQUESTS, PARAMS)
+    engine.load(folder, 2)
+    assert engine.generate(REQUESTS, PARAMS)
+
+
+def test_routing_records_are_those_of_transformers(folder, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    engine = start_sglang(tmp_path, routing=True)
+    engine.load(folder, 1)
+    (group,) = engine.generate([REQUESTS[0]], replace(PARAMS, record_routing="experts"))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for done in group:
+        ids = torch.tensor([[*REQUESTS[0].prompt_ids, *done.response_ids]])[:, :-1]
+        logits = model(ids, output_router_logits=True).router_logits
+        chosen = torch.stack([layer.topk(2).indices.sort().values for layer in logits], dim=1)
+        assert done.routed_experts is not None
+        assert (np.sort(done.routed_experts, axis=-1) == chosen.numpy()).all()
+
+
+def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, tmp_path):
+    """One server is killed while both sample; the router still believes in it, the client does not."""
+
+    config = sglang_config()
+    dtype = "float32" if config.device == "cpu" else "bfloat16"
+    servers = [LaunchedServer(config, tmp_path / name, dtype=dtype, routing=False) for name in "ab"]
+    served = served_folder(folder, tmp_path)
+    urls = tuple(server.start(served, 0) for server in servers)
+    port = 29_000 + os.getpid() % 1_000
+    command = [config.python, "-m", "sglang_router.launch_router", "--host", HOST, "--port", str(port)]
+    with (tmp_path / "router.log").open("wb") as log:
+        router = subprocess.Popen([*command, "--worker-urls", *urls], stdout=log, stderr=log, cwd=tmp_path)
+    try:
+        changes = {"urls": urls, "router_url": f"http://{HOST}:{port}", "startup_seconds": 60.0}
+        fleet = Fleet(config.model_copy(update=changes), dtype=dtype, folder=tmp_path)
+        engine = fleet.view()
+        engine.load(folder, 1)
+        time.sleep(5)  # the router has met its workers
+        long = SamplingParams(max_new_tokens=200, temperature=1.0, top_p=1.0, stop_ids=frozenset())
+        pids = subprocess.run(
+            ["pgrep", "-f", f"--port {urls[0].rsplit(':')[-1]}"], capture_output=True, text=True
+        )
+        victim = int(pids.stdout.split()[0])
+        timer = threading.Timer(1.0, os.kill, (victim, signal.SIGKILL))
+        timer.start()
+        groups = engine.generate(REQUESTS * 4, long)
+        assert [len(c.response_ids) for group in groups for c in group] == [200] * 64
+        assert [address.is_out for address in fleet.addresses] == [True, False]
+    finally:
+        router.terminate()
+        router.wait(20)
+
+
+def test_in_deterministic_mode_a_sample_depends_on_its_seed_alone(folder, tmp_path):
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("SGLang's deterministic mode needs a CUDA device")
+    engine = start_sglang(tmp_path)
+    engine.load(folder, 1)
+    requests = [
+        Request(prompt_ids=(2, 9, 10, 11, 3), seeds=(11, 12, 13)),
+        Request(prompt_ids=(2, 5, 6, 7, 8, 9, 10, 3), seeds=(31,)),
+    ]
+    together = engine.generate(requests, PARAMS)
+    assert together == engine.generate(requests, PARAMS)
+    alone = [engine.generate([request], PARAMS)[0] for request in requests]
+    assert alone == together
