@@ -99,8 +99,8 @@ class SglangConfig(Section):
             raise ValueError("deterministic needs sampling 'pytorch', which alone takes seeds. Set it so.")
         if self.quantization == "fp8" and self.urls:
             raise ValueError(
-                "quantization must be 'none' with urls: FP8 weights are not updated in place, and servers that "
-                "others started cannot be restarted. Leave urls empty, or set quantization to 'none'."
+                "quantization must be 'none' with urls: FP8 weights are not updated in place, and servers "
+                "that others started cannot be restarted. Leave urls empty, or set quantization to 'none'."
             )
         if self.router_url and not self.urls:
             raise ValueError(

@@ -111,7 +111,7 @@ def ensure_running(server: Server, folder: Path, *, port: int = 0) -> list[int]:
 
 
 def leave(folder: Path, *, deadline_s: float) -> None:
-    """Stop being a user of the folder's server, and wait until it has ended; nothing if it has other users."""
+    """Stop being a user of the folder's server, and wait until it has ended, unless it has other users."""
     with _mutex:
         membership = _memberships.pop(folder, None)
     if membership is None:
