@@ -43,8 +43,8 @@ class Attempt:
     ended: float
 
 
-Preempt = Callable[[str, int, Path], signal.Signals | None]
-"""Node, attempt and its log -> the signal it gets now, or None."""
+Preempt = Callable[[str, int], signal.Signals | None]
+"""Node and process of a running attempt -> the signal it gets now, or None."""
 
 
 @dataclass(kw_only=True)
@@ -57,7 +57,7 @@ class Runner:
     folder: Path
     root: Path
     """The unpacked code, where a pod has /root."""
-    preempt: Preempt = lambda node, attempt, log: None
+    preempt: Preempt = lambda node, process: None
     num_parallel: int = 3
     attempts: list[Attempt] = field(default_factory=list)
 
@@ -187,8 +187,8 @@ class Runner:
                 command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-            code = self._watch(process, str(path), number, folder / "log")
-        return _classified(code, folder / "out")
+            code = self._watch(process, str(path))
+        return classified(code, folder / "out")
 
     def _environment(self, container: Any, number: int, index: int | None) -> dict[str, str]:
         of_pod = {entry["name"]: entry["value"] for entry in container["env"]}
@@ -204,12 +204,12 @@ class Runner:
             found |= {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": str(index)}
         return found
 
-    def _watch(self, process: subprocess.Popen, node: str, number: int, log: Path) -> int:
+    def _watch(self, process: subprocess.Popen, node: str) -> int:
         """Until it ends; a preemption as Kubernetes does it: SIGTERM to the main process, SIGKILL to all."""
         killed_at = None
         while process.poll() is None:
             time.sleep(0.05)
-            number_of_signal = None if killed_at else self.preempt(node, number, log)
+            number_of_signal = None if killed_at else self.preempt(node, process.pid)
             if number_of_signal == signal.SIGTERM:
                 process.send_signal(signal.SIGTERM)
             if number_of_signal:
@@ -220,7 +220,7 @@ class Runner:
         return process.wait()
 
 
-def _classified(code: int, out: Path) -> tuple[str, str]:
+def classified(code: int, out: Path) -> tuple[str, str]:
     """What propeller makes of an exit code and the files: never a success without outputs."""
     if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
         return "system", f"exit {code}"
@@ -246,6 +246,12 @@ def _bound(binding: Any, done: dict[str, Literals]) -> Any:
         return literals_pb2.Literal(collection=literals_pb2.LiteralCollection(literals=items))
     assert kind == "promise" and not binding.promise.attr_path, kind
     return done[binding.promise.node_id].literals[binding.promise.var]
+
+
+def num_children(process: int) -> int:
+    """Of a process; a trainer has its ranks."""
+    path = Path(f"/proc/{process}/task/{process}/children")
+    return len(path.read_text().split()) if path.exists() else 0
 
 
 def unpacked(archive: Path, folder: Path) -> Path:

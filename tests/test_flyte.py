@@ -5,7 +5,7 @@ What these tests cannot see: propeller, Kubernetes, node loss in a job of severa
 says how it differs.
 """
 
-import re
+import contextlib
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,31 +15,50 @@ import pytest
 import yaml
 from campaigns import SMALL, run
 from flyte_admin import admin_on_loopback
-from flyte_runner import Attempt, Runner, unpacked
+from flyte_runner import Attempt, NodeFailed, Runner, classified, num_children, unpacked
+from flyteidl.core import errors_pb2
+from flyteidl.core.literals_pb2 import LiteralMap as Literals
 from flytekit.configuration import Config, PlatformConfig
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import Literal
 from flytekit.remote import FlyteRemote
+from test_graph import serialized_tasks, unrolled, version
 from test_launch_plans import IMAGE, WHERE, pyflyte
 
+from tasks import placement
 from tasks.config import CampaignConfig
-from tasks.records import CampaignSummary
+from tasks.records import CampaignRun, CampaignState, CampaignSummary
+from workflows import campaign
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def error(*, recoverable: bool) -> bytes:
+    """The document that a failed attempt leaves."""
+    kinds = errors_pb2.ContainerError
+    kind = kinds.RECOVERABLE if recoverable else kinds.NON_RECOVERABLE
+    return errors_pb2.ErrorDocument(error=kinds(message="x\nwhy", kind=kind)).SerializeToString()
+
+
+def unrolled_first_iteration() -> Any:
+    run_ = CampaignRun(config=CampaignConfig(), lineage=1, code_revision="r")
+    state = CampaignState(versions=[version(0)], iterations_done=0)
+    return unrolled(campaign.unroll, run=run_, state=state, until=1).to_flyte_idl()
+
+
 @dataclass(kw_only=True)
 class Preemptions:
-    """Which attempts get which signal, once each, when their log shows that they work, or at once."""
+    """Which nodes get which signal, once each: a worker at once, a trainer when its ranks exist."""
 
-    plan: dict[str, tuple[signal.Signals, str]]
-    """Ending of the node's path -> signal, and what its log must hold before."""
+    plan: dict[str, signal.Signals]
+    """Ending of the node's path -> signal."""
     sent: list[str]
 
-    def __call__(self, node: str, attempt: int, log: Path) -> signal.Signals | None:
-        for ending, (number, pattern) in self.plan.items():
-            if node.endswith(ending) and ending not in self.sent and re.search(pattern, log.read_text()):
+    def __call__(self, node: str, process: int) -> signal.Signals | None:
+        for ending, number in self.plan.items():
+            is_at_work = "update" not in ending or num_children(process) >= 3  # two ranks and a tracker
+            if node.endswith(ending) and ending not in self.sent and is_at_work:
                 self.sent.append(ending)
                 return number
         return None
@@ -100,10 +119,11 @@ def overlap(ran: Ran, one: str, other: str) -> float:
 def check_preempted(ran: Ran, preemptions: Preemptions) -> None:
     """Every signal was sent, none ended as a success, each cost one attempt, nothing else failed."""
     assert sorted(preemptions.sent) == sorted(preemptions.plan)
-    for ending, (number, _) in preemptions.plan.items():
+    for ending, number in preemptions.plan.items():
         first, *rest = ran.of(ending)
         assert first.outcome != "ok" and [attempt.outcome for attempt in rest] == ["ok"], ran.of(ending)
         assert first.outcome == ("system" if number == signal.SIGKILL else "user"), first
+        assert number != signal.SIGTERM or "TrainingPreempted" in first.message, first
         assert first.is_spot == ("generate" in ending)
     others = [a for a in ran.attempts if not any(a.node.endswith(ending) for ending in preemptions.plan)]
     assert all(attempt.outcome == "ok" for attempt in others)
@@ -127,11 +147,77 @@ def small(*, iterations: int, max_staleness: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize(
+    ("code", "files", "outcome"),
+    [
+        (0, {"outputs.pb": b""}, "ok"),
+        (0, {"futures.pb": b""}, "ok"),
+        (0, {}, "no outputs"),  # what the plugin's own elastic task leaves when it is drained
+        (143, {}, "user"),
+        (-9, {"outputs.pb": b""}, "system"),
+        (137, {}, "system"),
+        (0, {"error.pb": error(recoverable=True)}, "user"),
+        (1, {"error.pb": error(recoverable=False)}, "permanent"),
+    ],
+)
+def test_an_attempt_without_outputs_is_never_a_success(
+    tmp_path: Path, code: int, files: dict[str, bytes], outcome: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert classified(code, tmp_path)[0] == outcome
+
+
+@dataclass(kw_only=True)
+class Scripted(Runner):
+    """A runner whose attempts end as told instead of running."""
+
+    outcomes: list[str]
+
+    def _attempt(self, path, template, inputs, folder, number, is_spot, index):
+        (folder / "out").mkdir(parents=True)
+        (folder / "out/outputs.pb").write_bytes(b"")
+        (folder / "log").write_text("")
+        return self.outcomes.pop(0), "told"
+
+
+def budget(folder: Path, task: str, outcomes: list[str]) -> list[tuple[str, bool]]:
+    """How the attempts of a serialized task go: outcome and whether on Spot."""
+    template = serialized_tasks()[task].to_flyte_idl()
+    empty: dict[str, Any] = {"tasks": {}, "workflows": {}, "launch_plans": {}}
+    runner = Scripted(**empty, folder=folder, root=folder, outcomes=list(outcomes))
+    with contextlib.suppress(NodeFailed):
+        runner.task(Path("node"), template, template.metadata, Literals())
+    return [(attempt.outcome, attempt.is_spot) for attempt in runner.attempts]
+
+
+def test_a_lost_spot_node_spends_the_tasks_one_budget_and_its_last_attempt_is_on_demand(
+    tmp_path: Path,
+) -> None:
+    lost = ["system", "user", "system", "no outputs", "system", "ok"]
+    went = budget(tmp_path / "a", "tasks.rollout.rollout_worker", lost)
+    assert went == [(outcome, number < 5) for number, outcome in enumerate(lost)]
+    went = budget(tmp_path / "b", "tasks.rollout.rollout_worker", ["system"] * 9)
+    assert len(went) == placement.SPOT_RETRIES + 1 and went[-1] == ("system", False)
+    went = budget(tmp_path / "c", "tasks.rollout.rollout_worker", ["permanent", "ok"])
+    assert went == [("permanent", True)]  # an ordinary exception is not repeated
+    went = budget(tmp_path / "d", "tasks.train.update_policy_cluster_16x8", ["user"] * 9)
+    assert went == [("user", False)] * (placement.TRAINER_RETRIES + 1)
+
+
+def test_half_of_the_workers_may_be_lost_for_good(tmp_path: Path) -> None:
+    spec = unrolled_first_iteration()
+    (node,) = [node for node in spec.nodes if node.HasField("array_node")]
+    assert node.array_node.min_success_ratio == 0.5
+    assert node.array_node.node.metadata.retries.retries == placement.SPOT_RETRIES
+    assert node.array_node.node.metadata.interruptible
+
+
 @pytest.mark.timeout(900)
 def test_an_iteration_outlives_a_killed_worker_and_a_drained_trainer(
     tmp_path: Path, leave_servers: None
 ) -> None:
-    plan = {"generate-0/0": (signal.SIGKILL, ""), "update-0": (signal.SIGTERM, "")}
+    plan = {"generate-0/0": signal.SIGKILL, "update-0": signal.SIGTERM}
     preemptions = Preemptions(plan=plan, sent=[])
     ran = through_flyte(tmp_path, small(iterations=1, max_staleness=0), preemptions)
     check_preempted(ran, preemptions)
@@ -145,11 +231,11 @@ def test_a_campaign_through_flyte_ends_with_the_bits_of_an_undisturbed_run(
     tmp_path: Path, leave_servers: None, size: str
 ) -> None:
     config = small(iterations=3, max_staleness=1)
-    plan = {"generate-0/0": (signal.SIGKILL, ""), "generate-2/1": (signal.SIGKILL, "")}
+    plan = {"generate-0/0": signal.SIGKILL, "generate-2/1": signal.SIGKILL, "update-1": signal.SIGTERM}
     if size == "laptop":
         config = yaml.safe_load((ROOT / "configs/campaigns/laptop.yaml").read_text())
         config["schedule"]["max_staleness"] = 1
-    preemptions = Preemptions(plan={**plan, "update-1": (signal.SIGTERM, r"train")}, sent=[])
+    preemptions = Preemptions(plan=plan, sent=[])
     ran = through_flyte(tmp_path / "flyte", config, preemptions)
     check_preempted(ran, preemptions)
     check_overlap(ran, config["schedule"]["segment_iterations"])
