@@ -37,10 +37,16 @@ def check_permissions(files: Files) -> Iterator[str]:
                     yield f"{who} must read the campaigns of {bucket}, even behind a delete marker: {action}"
             writes = [r for r in may.get("s3:PutObject", []) if bucket in r]
             is_reader = who == placement.ROLLOUT.service_account
-            if is_reader and writes != [f"arn:aws:s3:::{bucket}/campaigns/*/evaluations/*"]:
-                yield f"{who} may write {writes}: rollout nodes write evaluations alone"
-            if is_reader and may.get("s3:DeleteObject"):
-                yield f"{who} may delete"
+            campaign = f"arn:aws:s3:::{bucket}/campaigns/*"
+            few = [f"{campaign}/{name}" for name in ("evaluations/*", "holds/*", "latest.json")]
+            if is_reader and sorted(writes) != few:
+                yield f"{who} may write {writes}: rollout nodes write {few} alone"
+            if any(
+                resource != f"{campaign}/blobs/*" or is_reader for resource in may.get("s3:DeleteObject", [])
+            ):
+                yield f"{who} may delete more than hide blobs"
+            if not {"kms:Decrypt", "kms:GenerateDataKey"} <= may.keys():
+                yield f"{who} cannot use the key that encrypts the bucket"
             if not is_reader and f"arn:aws:s3:::{bucket}/campaigns/*" not in writes:
                 yield f"{who} must write the campaigns of {bucket}"
         if "arn:aws:s3:::moe-rl-flyte/*" not in may.get("s3:PutObject", []):

@@ -229,7 +229,7 @@ def classified(code: int, out: Path) -> tuple[str, str]:
         document.ParseFromString((out / "error.pb").read_bytes())
         error = document.error
         is_recoverable = error.kind == errors_pb2.ContainerError.RECOVERABLE
-        return ("user" if is_recoverable else "permanent"), error.message.strip().splitlines()[-1]
+        return ("user" if is_recoverable else "permanent"), error.message.strip()
     if code:
         return "user", f"exit {code}"
     if (out / "futures.pb").exists() or (out / "outputs.pb").exists():
