@@ -3,6 +3,7 @@
 import re
 
 from tasks.planning.check import GPU, NODE, Facts, Wanted, check, get, numbers, unless
+from tasks.policy.libraries import mapped_libraries, network
 
 OBSOLETE = ("FI_EFA_USE_DEVICE_RDMA", "FI_EFA_FORK_SAFE", "RDMAV_FORK_SAFE", "NCCL_PROTO", "NCCL_IB_DISABLE",
             "FI_EFA_ENABLE_SHM_TRANSFER", "NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS")  # fmt: skip
@@ -108,12 +109,11 @@ def efa_provider(facts: Facts, wanted: Wanted) -> str:
 
 @check(*GPU)
 def efa_is_what_nccl_uses(facts: Facts, wanted: Wanted) -> str:
-    log = get(facts, "two_ranks")["nccl_log"]
-    chosen = re.search(r"NET/OFI Selected [Pp]rovider is (\w+)", log)
-    if chosen and chosen[1] == "efa" and not re.search(r"Using network Socket", log):
-        return ""
-    got = "sockets" if "Socket" in log else (chosen[1] if chosen else "no OFI plugin")
-    return f"NCCL must select efa between two ranks, got {got}. Check NCCL_NET_PLUGIN=ofi."
+    found = network(get(facts, "two_ranks")["nccl_log"])
+    return unless(
+        found.startswith("OFI efa"),
+        f"NCCL must select efa between two ranks, got {found}. Check NCCL_NET_PLUGIN=ofi.",
+    )
 
 
 @check(*GPU)
@@ -160,10 +160,10 @@ def obsolete_variables(facts: Facts, wanted: Wanted) -> str:
 
 @check(*NODE)
 def one_libnccl(facts: Facts, wanted: Wanted) -> str:
-    copies = {line.split()[-1] for line in get(facts, "maps").splitlines() if re.search(r"libnccl\.so", line)}
-    if len(copies) <= 1:
-        return ""
-    return f"one libnccl must be mapped, got {sorted(copies)}. DeepEP refuses two; remove one."
+    copies = mapped_libraries(get(facts, "maps")).get("nccl", [])
+    return unless(
+        len(copies) <= 1, f"one libnccl must be mapped, got {copies}. DeepEP refuses two; remove one."
+    )
 
 
 @check(*NODE)
