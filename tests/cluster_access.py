@@ -107,12 +107,12 @@ def metric_names() -> set[str]:
     """Those that the project's exporter writes, from an exporter's own output."""
     from tasks.experience.watch import View, view_metrics
 
-    fields = {"campaign": "c", "iterations": {}, "barred": {}, "rejected": {}}
-    for name in ("total_samples", "total_tokens"):
-        fields[name] = 0
-    known = {name: value for name, value in fields.items() if name in View.__dataclass_fields__}
-    missing = {n: None for n in View.__dataclass_fields__ if n not in known}
-    return set(re.findall(r"# TYPE (\w+)", view_metrics(View(**known, **missing))))
+    empty = {"Mapping": {}, "str": "c"}
+    view = {
+        name: next((value for kind, value in empty.items() if kind in str(field.type)), 0)
+        for name, field in View.__dataclass_fields__.items()
+    }
+    return set(re.findall(r"# TYPE (\w+)", view_metrics(View(**view))))
 
 
 def check_metrics(files: Files) -> Iterator[str]:

@@ -18,6 +18,7 @@ from flyte_admin import admin_on_loopback
 from tasks import placement, preflight
 from tasks.config import CampaignConfig
 from tasks.planning import facts as reading
+from tasks.planning import two_ranks
 from tasks.planning.check import CHECKS, NODE
 from tasks.planning.preflight import PreflightFailed, judge, require, table
 
@@ -105,6 +106,7 @@ def test_there_are_at_least_twenty_checks_and_each_has_a_name() -> None:
     assert set(names) == covered  # each is shown refusing something below
 
 
+DISAGREE = "import sys; print('SUM', sys.argv[1])"
 T, R, C, K, L = "trainer", "rollout", "cpu", "cluster", "laptop"
 WRONG = [
     (T, "gpus", reading.parse_gpus(SMI)[:7], "gpu-count", "got 7"),
@@ -200,6 +202,12 @@ def test_this_machine_passes_the_laptops_checks_for_real(tmp_path: Path, leave_s
     count = sum("laptop" in check.roles for check in CHECKS)
     assert f"laptop: {count} of {count} checks pass" in result.stdout
     assert "two-ranks-exchange" in result.stdout
+
+
+@pytest.mark.parametrize("program", ["import sys; sys.exit(1)", "print('SUM unequal')", DISAGREE])
+def test_ranks_that_fail_or_disagree_have_no_sum(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two_ranks, "PROGRAM", program)
+    assert two_ranks.exchange(gpus=0, counters=lambda: 0)["sum"] is None
 
 
 def test_recorded_facts_are_judged_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
