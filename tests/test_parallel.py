@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,17 +10,19 @@ import torch
 import torch.distributed as dist
 from families import FAMILIES, VOCAB, tiny_policy
 from ranks import run_ranks
-from steps import micro_batch, one_step, single_process
+from steps import NUM_TOKENS, micro_batch, one_step, single_process, weighted_loss
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tasks.policy.context import allowed_keys, split_context
-from tasks.policy.dispatch import make_dispatcher
+from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
 from tasks.policy.experts import attach_dispatcher
-from tasks.policy.mesh import make_mesh
+from tasks.policy.mesh import ParallelMesh, make_mesh
 from tasks.policy.packed import require_packable
 from tasks.policy.parallel import distribute
 from tasks.policy.recompute import checkpoint_activations
+from tasks.policy.router import RouterBalance
+from tasks.policy.trainer import make_optimizer, train_minibatch
 from tasks.policy.weights import disk_tensors
 
 
@@ -203,3 +206,29 @@ def test_a_query_sees_its_own_sequence_up_to_itself_and_within_the_window():
     assert allowed == [[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 0, 1]]
     near = allowed_keys(is_token, sequence, 2, 4, window=2)[0, 0].int().tolist()
     assert near == [[0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1]]
+
+
+def balanced_step(model: PreTrainedModel, mesh: ParallelMesh) -> dict[str, float]:
+    optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
+    batches = [{**packed_batch(seed), "mask": torch.ones(1, 19, dtype=torch.bool)} for seed in range(2)]
+    balance = RouterBalance(model, coefficient=0.5)
+    return train_minibatch(
+        model, optimizer, mesh, batches, weighted_loss,
+        num_global_tokens=NUM_TOKENS, max_grad_norm=1e9, balance=balance,
+    )  # fmt: skip
+
+
+def check_balance(rank: int, world_size: int, model: PreTrainedModel, expected: dict[str, float]) -> None:
+    mesh = make_mesh(world_size, 2, tp=2)
+    attach_dispatcher(model, make_dispatcher("all_to_all", mesh.ep_group))
+    distribute(model, mesh)
+    assert balanced_step(model, mesh) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_auxiliary_loss_goes_with_tensor_parallelism():
+    model = tiny_policy("qwen3_moe")
+    alone = copy.deepcopy(model)
+    attach_dispatcher(alone, LocalDispatcher())
+    expected = balanced_step(alone, make_mesh(1, 1))
+    assert expected["router_balance"] > 0.1 and expected["grad_norm"] > 0.1
+    run_ranks(check_balance, 2, model, expected)
