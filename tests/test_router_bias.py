@@ -38,21 +38,22 @@ def biases(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith(BIAS)}
 
 
-def steps(model: PreTrainedModel, mesh: ParallelMesh, batches: Any, *, loss_fn: Any = weighted_loss) -> None:
+def steps(
+    model: PreTrainedModel,
+    mesh: ParallelMesh,
+    batches: Any,
+    *,
+    loss_fn: Any = weighted_loss,
+    min_micro_batches: int = 1,
+) -> None:
     """Two steps; a rank may have fewer micro-batches than others."""
     optimizer = make_optimizer(model, lr=1e-4, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     bias = RouterBias(model, rate=0.01)
     for _ in range(2):
         train_minibatch(
-            model,
-            optimizer,
-            mesh,
-            batches,
-            loss_fn,
-            num_global_tokens=NUM_TOKENS,
-            max_grad_norm=1.0,
-            bias=bias,
-        )
+            model, optimizer, mesh, batches, loss_fn, num_global_tokens=NUM_TOKENS, max_grad_norm=1.0, bias=bias,
+            min_micro_batches=min_micro_batches,
+        )  # fmt: skip
 
 
 def one_rank(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -95,6 +96,16 @@ def test_padding_is_not_counted():
     (load_E,), (rows_E,) = bias._load_E, take_expert_load(model).values()
     assert load_E.sum() == 2 * batch["attention_mask"].sum() == rows_E.sum() - 2 * 3  # 3 places are padding
     assert any((bias != 0).any() for bias in biases(trained).values())
+
+
+def test_empty_passes_are_not_counted():
+    moved = []
+    for num_passes in (1, 8):
+        model = tiny_policy("deepseek_v3")
+        attach_dispatcher(model, LocalDispatcher())
+        steps(model, make_mesh(1, 1), BATCHES[:1], min_micro_batches=num_passes)
+        moved.append(biases(model))
+    assert all(torch.equal(bias, moved[1][name]) for name, bias in moved[0].items())
 
 
 def test_a_skipped_step_moves_no_bias():

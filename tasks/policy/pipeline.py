@@ -12,8 +12,9 @@ micro-batches differ in shape, by the samples in them; torch.distributed.pipelin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,23 +82,28 @@ def run_passes(
     returns this stage's, or the loss on the last. ``empty_like`` makes room for hidden states to receive.
     """
     pipe = _Pipe(mesh)
-    ahead = min(mesh.pp - 1 - mesh.stage, num_passes)
-    inputs: list[Tensor | None] = []
-    outputs: list[Tensor | None] = []
-    for turn in range(num_passes + ahead):
-        if turn < num_passes:
-            received = pipe.receive_forward(lambda turn=turn: empty_like(turn))
-            output = forward(turn, received)
-            pipe.send_forward(output)
-            inputs.append(received)
-            outputs.append(output)
-        if (done := turn - ahead) >= 0:
-            received, output = inputs[done], outputs[done]
-            assert output is not None
+    inputs: dict[int, Tensor | None] = {}
+    outputs: dict[int, Tensor] = {}
+    for is_backward, number in schedule(mesh.stage, mesh.pp, num_passes):
+        if is_backward:
+            received, output = inputs.pop(number), outputs.pop(number)
             torch.autograd.backward(output, pipe.receive_backward(output))
             pipe.send_backward(received)
-            inputs[done] = outputs[done] = None
+        else:
+            inputs[number] = pipe.receive_forward(partial(empty_like, number))
+            outputs[number] = forward(number, inputs[number])
+            pipe.send_forward(outputs[number])
     pipe.finish()
+
+
+def schedule(stage: int, num_stages: int, num_passes: int) -> Iterator[tuple[bool, int]]:
+    """1F1B of one stage: (is backward, number of the pass), in order."""
+    ahead = min(num_stages - 1 - stage, num_passes)
+    for turn in range(num_passes + ahead):
+        if turn < num_passes:
+            yield False, turn
+        if turn >= ahead:
+            yield True, turn - ahead
 
 
 class _Pipe:
