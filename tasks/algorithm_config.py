@@ -110,6 +110,13 @@ class AlgorithmConfig(Section):
         """True where advantages need what only the trainer can compute: values, other policies' opinions."""
         return self.advantage in ("returns", "gae", "teacher") or self.kl == "reward"
 
+    def check_length(self, max_new_tokens: int) -> None:
+        if self.overlong_buffer >= max_new_tokens:
+            raise ValueError(
+                "algorithm.overlong_buffer must be below rollout.max_new_tokens, got "
+                f"{self.overlong_buffer} >= {max_new_tokens}. Set it to {max_new_tokens // 4}."
+            )
+
     @model_validator(mode="after")
     def _advantages_are_of_one_kind(self) -> Self:
         if self.normalize_by_std and self.advantage == "leave_one_out":

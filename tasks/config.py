@@ -70,6 +70,7 @@ class CampaignConfig(Section):
             )
         self._check_models_beside_the_policy()
         self._check_engine_precision()
+        self.algorithm.check_length(self.rollout.max_new_tokens)
         first = 1 if self.warm_start.steps else 0
         if self.algorithm.kl != "none" and self.algorithm.reference_version > first:
             raise ValueError(

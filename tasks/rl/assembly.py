@@ -171,7 +171,8 @@ def _without_overlong(
 
 def _whitened(frame: pl.DataFrame) -> pl.DataFrame:
     """Statistics over all trained tokens, of which a long sample has more."""
-    length_N = _num_tokens(frame)
+    trained = pl.coalesce(pl.col("chosen").list.sum(), pl.col("response_ids").list.len())
+    length_N = torch.tensor(frame.select(trained).to_series().to_list(), dtype=torch.int64)
     advantage_T = torch.tensor(frame["advantage"].to_list(), dtype=torch.float64).repeat_interleave(length_N)
     whitened_T = whiten(advantage_T, torch.ones_like(advantage_T, dtype=torch.bool))
     last_N = length_N.cumsum(0) - 1

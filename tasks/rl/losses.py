@@ -65,7 +65,8 @@ def soft_gate_loss(
     log_ratio_BL: Tensor, advantage_BL: Tensor, *, tau_positive: float, tau_negative: float
 ) -> Tensor:
     """SAPO (arXiv 2511.20347 eq. 5): a sigmoid in place of the clip; at ratio 1 its slope is 1."""
-    tau_BL = torch.where(advantage_BL > 0, tau_positive, tau_negative)
+    # not torch.where of two numbers, which would round them to float32
+    tau_BL = torch.full_like(advantage_BL, tau_negative).masked_fill(advantage_BL > 0, tau_positive)
     gate_BL = torch.sigmoid(tau_BL * (log_ratio_BL.exp() - 1)) * 4 / tau_BL
     return -gate_BL * advantage_BL
 
