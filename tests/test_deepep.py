@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tasks.deepep_config import DeepEPConfig
 from tasks.policy import deepep
 from tasks.policy.deepep import (
+    EXPERT_ALIGNMENT,
     DeepEPDispatcher,
     ExchangeShape,
     dequantize_rows,
@@ -117,6 +118,19 @@ def test_rows_that_pad_an_experts_group_have_no_expert():
     assert expert_R1[:3].flatten().tolist() == [0, 0, 0]
     assert (expert_R1[3:128] == -1).all() and (expert_R1[128:] == 2).all()
     assert expanded_experts(torch.zeros(4, dtype=torch.int32), 0).shape == (0, 1)
+
+
+def check_padding(rank: int, world_size: int) -> None:
+    dispatcher = open_dispatcher(max_tokens=4, layout="expanded")
+    number, weight = torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2)
+    sent = dispatcher.dispatch(torch.ones(2, 128, dtype=torch.bfloat16), number, weight, 4)
+    is_padding_R = sent.expert_RK[:, 0] < 0
+    assert sent.x_RD.shape[0] == 2 * EXPERT_ALIGNMENT and is_padding_R.sum() == 2 * EXPERT_ALIGNMENT - 4
+    assert (sent.x_RD[is_padding_R] == 0).all() and (sent.x_RD[~is_padding_R] == 1).all()
+
+
+def test_rows_that_pad_hold_zeros():
+    run_ranks(check_padding, 2)
 
 
 def check_refusals(rank: int, world_size: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tasks.policy.libraries import (
     Facts,
     mapped_libraries,
+    nccl_warnings,
     network,
     problems,
     read_facts,
@@ -113,17 +114,24 @@ def test_versions_compare_by_number():
 
 def test_this_process_maps_no_nccl_and_its_log_is_read_where_the_environment_says(tmp_path, monkeypatch):
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is put back, also where it was not set
+        monkeypatch.delenv(name)
     assert read_facts().nccl_log == ""
-    record_nccl_log(tmp_path)
+    record_nccl_log(tmp_path, is_needed=False)
     assert os.environ["NCCL_DEBUG"] == "INFO" and os.environ["NCCL_DEBUG_SUBSYS"] == "INIT,NET"
-    (tmp_path / f"nccl.{os.uname().nodename}.{os.getpid()}.log").write_text(EFA_LOG)
+    (tmp_path / f"nccl.{os.uname().nodename}.{os.getpid()}.log").write_text(
+        EFA_LOG + "h:1:1 [0] NCCL WARN Call failed\n"
+    )
+    assert nccl_warnings() == ["h:1:1 [0] NCCL WARN Call failed"]
     facts = read_facts()
     assert report(facts).network == "OFI efa (efa-direct), 16 devices"
     assert "torch" in facts.versions and mapped_libraries(facts.maps).get("nccl", []) == []
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("NCCL_DEBUG_FILE", "/elsewhere/%h")
-    record_nccl_log(tmp_path)  # whoever runs it has a log of his own
-    assert os.environ["NCCL_DEBUG_FILE"] == "/elsewhere/%h"
+    record_nccl_log(tmp_path, is_needed=False)  # whoever runs it has a log of his own
+    assert os.environ["NCCL_DEBUG"] == "WARN"
+    record_nccl_log(tmp_path, is_needed=True)
+    assert (os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_FILE"]) == ("INFO", "/elsewhere/%h")
 
 
 def test_a_training_says_what_it_uses_and_ends_where_that_is_not_what_was_asked(tmp_path):

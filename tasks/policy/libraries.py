@@ -167,14 +167,21 @@ def require(facts: Facts, *, dispatcher: str, api: str = "elastic", network: str
     return report(facts)
 
 
-def record_nccl_log(folder: Path) -> None:
-    """Have NCCL write what it chooses to a file, unless the environment says where its log goes already.
+def record_nccl_log(folder: Path, *, is_needed: bool) -> None:
+    """Have NCCL write what it chooses to a file, before the process group is made.
 
-    Before the process group is made.
+    Where the environment asks for another log already, only if ``is_needed``: the file then takes what would
+    have gone to the output (see ``nccl_warnings``). A file that the environment names is kept.
     """
-    if "NCCL_DEBUG" not in os.environ:
-        log = str(folder / "nccl.%h.%p.log")
-        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": log}
+    if "NCCL_DEBUG" in os.environ and not is_needed:
+        return
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+    os.environ.setdefault("NCCL_DEBUG_FILE", str(folder / "nccl.%h.%p.log"))
+
+
+def nccl_warnings() -> list[str]:
+    """What a failed run must still say of the log that was kept from its output."""
+    return [line for line in _nccl_log().splitlines() if "NCCL WARN" in line]
 
 
 def read_facts() -> Facts:

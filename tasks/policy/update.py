@@ -31,7 +31,7 @@ from tasks.policy.context import split_context
 from tasks.policy.dispatch import Dispatcher
 from tasks.policy.epoch import Trainee, train
 from tasks.policy.fsdp import is_fully_sharded
-from tasks.policy.libraries import record_nccl_log
+from tasks.policy.libraries import nccl_warnings, record_nccl_log
 from tasks.policy.means import open_dispatcher
 from tasks.policy.mesh import ParallelMesh, make_mesh
 from tasks.policy.model import Head, load_policy
@@ -309,7 +309,7 @@ def _process_group(config: CampaignConfig) -> Iterator[None]:
         )
     with tempfile.TemporaryDirectory() as logs:
         if config.train.backend == "nccl":
-            record_nccl_log(Path(logs))
+            record_nccl_log(Path(logs), is_needed=config.train.network != "any")
         dist.init_process_group(
             config.train.backend,
             timeout=timedelta(seconds=config.train.collective_timeout_seconds),
@@ -318,6 +318,10 @@ def _process_group(config: CampaignConfig) -> Iterator[None]:
         )
         try:
             yield
+        except Exception:
+            for line in nccl_warnings():
+                say("nccl", line)
+            raise
         finally:
             dist.destroy_process_group()
 
