@@ -293,6 +293,15 @@ def test_estimators_of_tokens_keep_groups_without_a_difference():
     assert assembled(rows)[2] == {"zero_variance": 2, "group_of_one": 1}
 
 
+def test_groups_of_every_size_without_a_difference_are_counted_together():
+    rows = [scored("a", i, 1.0) for i in range(3)] + [scored("b", i, 0.5) for i in range(3)]
+    rows += [scored("c", i, 0.0) for i in range(2)] + [scored("d", i, float(i)) for i in range(2)]
+    _, rewards, rejected, metrics = assembled(rows)
+    assert (rewards, rejected) == ([0.0, 1.0], {"zero_variance": 8})
+    assert metrics["zero_variance"] == 0.8
+    assert assembled([])[3]["zero_variance"] == 0
+
+
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
