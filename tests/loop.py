@@ -10,7 +10,8 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ import yaml
 
 from tasks.config import CampaignConfig
 from tasks.engine.embedded import EmbeddedEngine
-from tasks.engine.make import sampling_params
+from tasks.engine.make import make_dialogue, sampling_params
 from tasks.engine.protocol import Request
+from tasks.environments.demonstrations import demonstrated
 from tasks.environments.make import make_environment
-from tasks.environments.scoring import judge
+from tasks.environments.scorer import Sample, make_scorer
 from tasks.experience.ledger import seed_of
 from tasks.policy.beside import with_column
+from tasks.policy.chat import Chat
 from tasks.policy.critic import Critic, train_critic
 from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.epoch import Trainee, train
@@ -34,7 +37,7 @@ from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.progress import Progress
 from tasks.policy.reading import read_rows
 from tasks.policy.routing import Routing
-from tasks.policy.tokenizer import character_tokenizer, encode, prompt_ids
+from tasks.policy.tokenizer import character_tokenizer, prompt_ids
 from tasks.policy.trainer import make_optimizer, policy_reader
 from tasks.policy.update import learning_rate
 from tasks.rl.assembly import assemble_frame
@@ -53,6 +56,15 @@ def laptop(**sections: dict[str, Any]) -> CampaignConfig:
     for changes in (one_rank, sections):
         for name, values in changes.items():
             merged[name] = merged.get(name, {}) | values if isinstance(values, dict) else values
+    return CampaignConfig.model_validate(merged)
+
+
+def campaign(name: str, **sections: dict[str, Any]) -> CampaignConfig:
+    """A shipped campaign on one rank, with changes by section."""
+    merged = yaml.safe_load((ROOT / f"configs/campaigns/{name}.yaml").read_text())
+    for changes in ({"train": {"ep": 1, "dispatcher": "local"}}, sections):
+        for section, values in changes.items():
+            merged[section] = merged.get(section, {}) | values
     return CampaignConfig.model_validate(merged)
 
 
@@ -107,6 +119,10 @@ class Loop:
             eos_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.pad_token_id,
         ).save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        self.scorer = make_scorer(config, self.environment, self.tokenizer)
+        self.truth = make_scorer(config, self.environment, self.tokenizer, is_truth=True)
+        self.dialogue = make_dialogue(config, folder)
         torch.use_deterministic_algorithms(True)
         self.folder, self.params = folder, sampling_params(config.rollout, folder)
         self.model = load_policy(folder, dispatcher=LocalDispatcher()).train()
@@ -168,6 +184,7 @@ class Loop:
         assert self.engine.model is not None
         self.engine.model.load_state_dict(self.weights())
         rows = self._samples(-1, self.environment.held_out_prompts(), 0, SAMPLES_PER_PROMPT)
+        self.held_out_reward = sum(row["reward"] or 0.0 for row in rows) / len(rows)
         return sum(row["is_exact"] for row in rows) / len(rows)
 
     def _samples(self, k: int, prompts: Any, version: int, copies: int) -> list[dict[str, Any]]:
@@ -179,15 +196,24 @@ class Loop:
             for prompt in prompts
         ]
         rows = []
-        for prompt, request, completions in zip(
-            prompts, requests, self.engine.generate(requests, self.params), strict=True
-        ):
+        if self.dialogue is None:
+            answers = self.engine.generate(requests, self.params)
+        else:
+            answers = self.dialogue.generate(
+                self.engine, [p.prompt_id for p in prompts], requests, self.params
+            )
+        samples = [
+            Sample(
+                prompt_id=prompt.prompt_id, prompt_ids=request.prompt_ids, chosen=completion.chosen,
+                response_ids=completion.response_ids, finish_reason=completion.finish_reason,
+            )
+            for prompt, request, completions in zip(prompts, requests, answers, strict=True)
+            for completion in completions
+        ]  # fmt: skip
+        outcomes = iter(self.truth.truths(samples) if k < 0 else self.scorer.outcomes(samples))
+        for prompt, request, completions in zip(prompts, requests, answers, strict=True):
             for index, completion in enumerate(completions):
-                ids, reason = completion.response_ids, completion.finish_reason
-                outcome = judge(
-                    self.environment, self.tokenizer,
-                    prompt_id=prompt.prompt_id, response_ids=ids, finish_reason=reason,
-                )  # fmt: skip
+                ids, reason, outcome = completion.response_ids, completion.finish_reason, next(outcomes)
                 rows.append(
                     {
                         "iteration": k,
@@ -198,6 +224,8 @@ class Loop:
                         "response_ids": ids,
                         "behavior_logprob": completion.logprobs,
                         "finish_reason": reason,
+                        "chosen": completion.chosen,
+                        "parts": [asdict(part) for part in outcome.parts],
                         "outcome": outcome.kind,
                         "reward": outcome.reward,
                         "is_exact": outcome.is_exact,
@@ -210,16 +238,13 @@ class Loop:
         warm, rows = self.config.warm_start, []
         for position in range(warm.steps * warm.batch_size):
             prompt = self.environment.train_prompt(position)
-            answer = [
-                *encode(self.tokenizer, self.environment.demonstration(prompt)),
-                self.tokenizer.eos_token_id,
-            ]
+            answer, mask = demonstrated(self.environment, Chat(self.tokenizer), prompt)
             rows.append(
                 {
                     "prompt_ids": prompt_ids(self.tokenizer, prompt.text),
                     "response_ids": answer,
                     "behavior_logprob": [0.0] * len(answer),
-                    "loss_mask": [True] * len(answer),
+                    "loss_mask": mask,
                     "advantage": 0.0,
                     "minibatch": position // warm.batch_size,
                 }
@@ -273,7 +298,7 @@ def learn(
 
 
 if __name__ == "__main__":
-    task = {"laptop": laptop, "two_digits": two_digits}[sys.argv[1]]
+    task = {"laptop": laptop, "two_digits": two_digits}.get(sys.argv[1], partial(campaign, sys.argv[1]))
     curve = learn(task(**json.loads(sys.argv[2])), until=float(sys.argv[3]) if len(sys.argv) > 3 else 2.0)
     print(" ".join(f"{exact:.3f}" for exact in curve.exact), f"held out {curve.held_out:.3f}")
     seconds = sum(curve.seconds) / len(curve.seconds)

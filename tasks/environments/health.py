@@ -6,14 +6,8 @@ import polars as pl
 
 from tasks.environments.intake import Intake
 from tasks.records import RolloutReport
+from tasks.reporting.rewards import ALERTS
 from tasks.session import say
-
-ALERTS = {
-    "alert/all_floor": "every scored sample earned the floor of 0: a verifier that cannot score looks like "
-    "this",
-    "alert/all_equal": "every scored sample earned the same reward: there is nothing to learn from",
-    "alert/none_scored": "not one sample was scored",
-}
 
 
 def reward_metrics(frame: pl.DataFrame) -> dict[str, float]:

@@ -16,6 +16,7 @@ from tasks.reporting.agreement import agreement_section
 from tasks.reporting.charts import Line, Point
 from tasks.reporting.collect import CampaignRecord
 from tasks.reporting.operations import generation_section
+from tasks.reporting.rewards import ALERTS, idle_section, parts_section
 from tasks.reporting.rollouts import rollouts_body
 
 if TYPE_CHECKING:
@@ -46,9 +47,11 @@ def html_page(record: CampaignRecord, store: "PolicyStore") -> str:
         headline(record),
         verdict_box(record),
         reward_section(record),
+        parts_section(record.iterations),
         health_section(record.iterations),
         agreement_section(record.iterations),
         time_section(record.manifests),
+        idle_section(record.iterations),
         generation_section(record),
         rollouts_section(record, store),
         ledger_section(record),
@@ -122,6 +125,9 @@ def problems(record: CampaignRecord) -> list[str]:
     rewards = [reward for _, reward in _metric(iterations, "reward")]
     if len(rewards) > 1 and max(rewards) - min(rewards) < 1e-9:
         found.append(f"The training reward is {rewards[0]:.3f} in every iteration: rewards do not differ.")
+    for name, text in ALERTS.items():
+        if raised := [x for x, _ in _metric(iterations, name)]:
+            found.append(f"Iterations {', '.join(f'{x:.0f}' for x in raised[:5])}: {text}.")
     if failures := sum(failed for _, failed in _metric(iterations, "failures")):
         found.append(f"{failures:.0f} samples could not be scored.")
     broken = {name for m in record.manifests for name, value in m.metrics.items() if not math.isfinite(value)}

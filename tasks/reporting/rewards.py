@@ -1,0 +1,56 @@
+"""The report's sections about rewards: what they were made of, and which stage waited for which."""
+
+from collections.abc import Sequence
+from html import escape
+
+from tasks.artifacts.manifest import Manifest
+from tasks.reporting import charts
+from tasks.reporting.charts import Line
+
+ALERTS = {
+    "alert/all_floor": "every scored sample earned the floor of 0, as with a verifier that cannot score",
+    "alert/all_equal": "every scored sample earned the same reward, so there is nothing to learn from",
+    "alert/none_scored": "not one sample was scored",
+}
+"""Metric that is there when the alert is up -> what it says."""
+COLORS = ("blue", "orange", "green", "grey")
+
+
+def parts_section(iterations: Sequence[Manifest]) -> str:
+    """A line a part, on its own scale: where a learned reward and the truth part, there is the gap."""
+    names = sorted({key for m in iterations for key in m.metrics if key.startswith("part/")})
+    figures = []
+    for index, name in enumerate(names):
+        points = [(float(m.iteration - 1), m.metrics[name]) for m in iterations if name in m.metrics]
+        line = Line(label=name, points=points, color=COLORS[index % len(COLORS)])
+        title = name.removeprefix("part/").replace("_", " ")
+        chart = charts.line_chart([line], title=title, width=500, height=200)
+        lost = sum(m.metrics.get(f"part_failure/{title.replace(' ', '_')}", 0.0) for m in iterations)
+        figures.append(
+            f"<figure><figcaption><b>{escape(title)}</b><span>{charts.number(points[-1][1])}</span>"
+            f"<small>{lost:.0f} failures</small></figcaption>{chart}</figure>"
+        )
+    if len(figures) < 2:
+        return ""
+    text = "Mean value of each scorer by iteration, as it came; a part of weight 0 is only measured."
+    panels = f'<div class="panels">{"".join(figures)}</div>'
+    return f'<section><h2>Reward parts</h2><p class="note">{text}</p>{panels}</section>'
+
+
+def idle_section(iterations: Sequence[Manifest]) -> str:
+    """Seconds that stages worked and waited, summed over iterations and workers."""
+    rows = []
+    for stage in ("generate", "score"):
+        busy, idle = (
+            sum(m.metrics.get(f"{kind}/{stage}", 0.0) for m in iterations) for kind in ("busy", "idle")
+        )
+        if busy + idle > 0:
+            rows.append((stage, f"{busy:,.1f}", f"{idle:,.1f}", f"{idle / (busy + idle):.1%}"))
+    if not rows:
+        return ""
+    rates = [rate for m in iterations if (rate := m.metrics.get("score/samples_per_second"))]
+    newest = f" Scoring: {rates[-1]:,.0f} samples/s in the newest iteration." if rates else ""
+    table = charts.table(
+        ("stage", "seconds at work", "seconds waiting", "share waiting"), rows, text_columns=(0,)
+    )
+    return f'<section><h2>Who waited</h2><p class="note">Sums over workers.{newest}</p>{table}</section>'

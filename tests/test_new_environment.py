@@ -1,0 +1,49 @@
+"""The environment that the README shows works as it stands there."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks.environment_config import EnvironmentConfig
+from tasks.environments.make import make_environment
+from tasks.environments.pool import Call, VerifierPool
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+SHOWN = re.search(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    assert SHOWN and len(SHOWN.group(1).splitlines()) < 60
+    (tmp_path / "vowels.py").write_text(SHOWN.group(1))
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("vowels", None)
+    return EnvironmentConfig(name="module", module="vowels", held_out=32)
+
+
+def test_the_readmes_environment_asks_splits_and_scores(config):
+    environment = make_environment(config, seed=0)
+    held = {prompt.text for prompt in environment.held_out_prompts()}
+    trained = {environment.train_prompt(position).text for position in range(2 * (625 - 32))}
+    assert len(held) == 32 and len(trained) == 625 - 32 and not held & trained
+    prompt = environment.train_prompt(7)
+    assert environment.verify(prompt.prompt_id, environment.demonstration(prompt), is_finished=True).is_exact
+
+
+def test_its_verifier_runs_in_killable_processes(config):
+    environment = make_environment(config, seed=0)
+    prompts = [environment.train_prompt(position) for position in range(20)]
+    pool = VerifierPool(
+        environment=config.model_dump(mode="json"), seed=0, workers=2, max_workers=4, deadline_seconds=10.0,
+        memory_mb=64,
+    )  # fmt: skip
+    answers = pool.run([Call(prompt_id=p.prompt_id, turns=(environment.demonstration(p),)) for p in prompts])
+    pool.close()
+    assert [answer["reward"] for answer in answers] == [1.0] * 20
+
+
+def test_a_module_that_is_not_there_is_named(config):
+    with pytest.raises(ValueError, match=r"environment\.module must name a module.*'nowhere'"):
+        make_environment(config.model_copy(update={"module": "nowhere"}), seed=0)
