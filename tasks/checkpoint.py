@@ -164,6 +164,10 @@ def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun) -> None:
             f"campaign {run.campaign} has version {head.version} and may not change these: {listed}. Restore "
             "them, choose another name, or pass --fresh to start a new lineage beside this one."
         )
+    from tasks.artifacts.cursor import require_same_data
+    from tasks.session import run_environment
+
+    require_same_data(manifest, run_environment(run).fingerprint())
     for name, (old, new) in changed.items():
         say("resume", f"{name} changed since version {head.version}: {old!r} -> {new!r}")
 

@@ -22,6 +22,7 @@ def offer_prompts(run: CampaignRun, iteration: int, behavior: PolicyVersion) -> 
 @task(**placement.CPU.task_arguments())
 def refill_prompts(run: CampaignRun, behavior: PolicyVersion, scores: ScoreReport, refill: int) -> PromptSet:
     """Offer fresh prompts in place of groups that earned one reward, if too few differ. Safe to repeat."""
+    from tasks.artifacts.cursor import first_prompt
     from tasks.rl.refill import refill_sizes, telling_prompts
     from tasks.schema import ScoredFrame, from_bytes
 
@@ -30,8 +31,9 @@ def refill_prompts(run: CampaignRun, behavior: PolicyVersion, scores: ScoreRepor
     if not find_sealed(run, iteration):
         groups = run_buffer(run).scan_scored(iteration)
         telling = telling_prompts(from_bytes(*(group.payload for group in groups), schema=ScoredFrame))
-        environment, start = run_environment(run), iteration * rollout.prompts_reserved
-        ids = [environment.train_prompt(start + i).prompt_id for i in range(rollout.prompts_reserved)]
+        environment, reserved = run_environment(run), rollout.prompts_reserved
+        start = first_prompt(run_store(run), behavior, iteration, offered=reserved)
+        ids = [environment.train_prompt(start + i).prompt_id for i in range(reserved)]
         sizes = refill_sizes(
             [prompt_id in telling for prompt_id in ids],
             first=rollout.prompts_offered,
@@ -46,6 +48,7 @@ def _offer(
     run: CampaignRun, iteration: int, behavior: PolicyVersion, *, refill: int, first: int, count: int
 ) -> PromptSet:
     """Put ``count`` prompts on the queue, from the ``first`` of those reserved for the iteration."""
+    from tasks.artifacts.cursor import first_prompt
     from tasks.experience.records import WorkItem
     from tasks.policy.tokenizer import load_tokenizer, prompt_ids
     from tasks.schema import PromptFrame, make_frame, to_bytes
@@ -58,8 +61,8 @@ def _offer(
     if not count:
         return _prompt_set(run, iteration, behavior, refill=refill, num_portions=0, num_groups=0)
     tokenizer = load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS))
-    start = iteration * rollout.prompts_reserved + first
-    prompts = [environment.train_prompt(start + i) for i in range(count)]
+    reserved = first_prompt(run_store(run), behavior, iteration, offered=rollout.prompts_reserved)
+    prompts = [environment.train_prompt(reserved + first + i) for i in range(count)]
     rows = [
         {"iteration": iteration, "prompt_id": p.prompt_id, "prompt_ids": prompt_ids(tokenizer, p.text)}
         for p in prompts

@@ -46,13 +46,15 @@ def open_store(config: CampaignConfig, campaign: str) -> "PolicyStore":
     """The artefact store under a campaign's prefix."""
     from tasks.artifacts import store
 
-    local = is_local_store(config)
+    local, checkpoint = is_local_store(config), config.checkpoint
+    folder = Path(checkpoint.cache_folder).expanduser() if checkpoint.cache_folder else None
     return store.open_store(
         str(store_folder(config)) if local else config.checkpoint.store,
         campaign,
         endpoint_url=config.checkpoint.endpoint_url,
         port=config.checkpoint.port,
-        cache=store_folder(config) / "cache" if local else None,
+        cache=folder or (store_folder(config) / "cache" if local else None),
+        cache_bytes=int(checkpoint.cache_gb * 2**30),
     )
 
 

@@ -39,7 +39,7 @@ def publish(store: PolicyStore, number: int) -> list[PolicyVersion]:
 
 def respond(store: PolicyStore, operation: str, answer: Callable[[Any], AWSResponse | None]) -> None:
     """Let a function answer an S3 operation instead of the server; None lets the server answer."""
-    store._bucket._client.meta.events.register(
+    store.bucket._client.meta.events.register(
         f"before-send.s3.{operation}", lambda request, **_: answer(request)
     )
 

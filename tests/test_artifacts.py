@@ -89,7 +89,7 @@ def test_a_manifest_must_have_the_bytes_that_its_reference_names(policy_store: P
     with pytest.raises(CorruptArtifact, match=r"manifest\.json must have sha256"):
         policy_store.manifest(published.model_copy(update={"manifest_sha256": "0" * 64}))
     key = published.manifest_uri.removeprefix(f"s3://{EMBEDDED_BUCKET}/")
-    policy_store._bucket.put(key, b"overwritten")
+    policy_store.bucket.put(key, b"overwritten")
     assert policy_store.manifest(published).version == 0  # read by VersionId
 
 
@@ -132,10 +132,10 @@ def test_put_folder_names_files_by_their_relative_path(policy_store: PolicyStore
 def test_a_blob_that_somebody_overwrites_is_still_read_as_published(policy_store: PolicyStore) -> None:
     published = publish(policy_store, 1)[0]
     blob = policy_store.manifest(published).files["weights.bin"]
-    policy_store._bucket.put(blob.key, b"weights X")
+    policy_store.bucket.put(blob.key, b"weights X")
     assert (policy_store.pull(published) / "weights.bin").read_bytes() == b"weights 0"
     again = policy_store.put_bytes(b"weights 0")  # the wrong bytes are not reused: it is sent again
-    assert policy_store._bucket.get(blob.key, version_id=again.version_id)[0] == b"weights 0"  # type: ignore[index]
+    assert policy_store.bucket.get(blob.key, version_id=again.version_id)[0] == b"weights 0"  # type: ignore[index]
 
 
 def test_cached_files_are_read_only_and_shared_by_versions(policy_store: PolicyStore) -> None:

@@ -62,14 +62,14 @@ def test_head_is_found_when_the_publisher_died_before_the_hint(
 
 
 def hint(store: PolicyStore) -> int:
-    found = store._bucket.get(f"{store.campaign}/latest.json")
+    found = store.bucket.get(f"{store.campaign}/latest.json")
     assert found
     return json.loads(found[0])["version"]
 
 
 def test_head_is_found_when_the_hint_is_lost(policy_store: PolicyStore) -> None:
     published = publish(policy_store, 3)
-    policy_store._bucket.delete(f"{policy_store.campaign}/latest.json")
+    policy_store.bucket.delete(f"{policy_store.campaign}/latest.json")
     assert policy_store.head() == published[2]
     assert hint(policy_store) == 2
 
@@ -93,6 +93,7 @@ print("ready", flush=True)
 for version in range(head.version + 1 if head else 0, 10_000):
     files = {f"{name}.bin": store.put_bytes(f"{version} {name} ".encode() * 20_000) for name in "abc"}
     store.commit(manifest(store, version, files))
+    print("published", flush=True)
 """
 
 
@@ -103,6 +104,7 @@ def kill_publishers(store: PolicyStore, folder: Path, num_kills: int) -> None:
         command = [sys.executable, "-c", PUBLISHER, str(folder), store.campaign]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:
             assert child.stdout and child.stdout.readline() == b"ready\n"
+            child.stdout.readline()  # it publishes: a busy machine must not kill it before
             time.sleep(delay.uniform(0.0, 0.2))
             child.send_signal(signal.SIGKILL)
         head = store.head()
@@ -136,10 +138,10 @@ def test_a_file_that_changes_while_it_is_stored_is_refused_and_leaves_no_wrong_b
 ) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"before")
-    upload = policy_store._bucket.upload
+    upload = policy_store.bucket.upload
     with monkeypatch.context() as patch:
         patch.setattr(
-            policy_store._bucket, "upload", lambda path, key: (path.write_bytes(b"after!"), upload(path, key))
+            policy_store.bucket, "upload", lambda path, key: (path.write_bytes(b"after!"), upload(path, key))
         )
         with pytest.raises(ValueError, match="must not change while it is stored"):
             policy_store.put_file(path)
@@ -162,7 +164,7 @@ def test_a_damaged_blob_is_named(policy_store: PolicyStore, content: bytes) -> N
 def test_a_missing_blob_is_named(policy_store: PolicyStore) -> None:
     published = publish(policy_store, 1)[0]
     blob = policy_store.manifest(published).files["weights.bin"]
-    client = policy_store._bucket._client
+    client = policy_store.bucket._client
     client.delete_object(Bucket=EMBEDDED_BUCKET, Key=blob.key, VersionId=blob.version_id)
     with pytest.raises(CorruptArtifact, match=rf"file weights\.bin must exist as {blob.key}"):
         policy_store.pull(published)
@@ -212,8 +214,8 @@ def test_a_missing_bucket_says_so(s3_endpoint: S3Endpoint, monkeypatch: pytest.M
 def test_a_bucket_without_versioning_is_refused(
     s3_endpoint: S3Endpoint, policy_store: PolicyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with contextlib.suppress(policy_store._bucket._client.exceptions.BucketAlreadyExists):
-        policy_store._bucket._client.create_bucket(Bucket="not-versioned")
+    with contextlib.suppress(policy_store.bucket._client.exceptions.BucketAlreadyExists):
+        policy_store.bucket._client.create_bucket(Bucket="not-versioned")
     with pytest.raises(ValueError, match=r"must have versioning enabled, got none\. Run: aws s3api put-b"):
         open_s3(s3_endpoint, monkeypatch, "s3://not-versioned/x")
 
@@ -241,7 +243,7 @@ def test_a_server_without_disk_says_so_after_its_retries(
     (tmp_path / "weights.bin").write_bytes(b"w" * 10)
     with pytest.raises(StoreError, match=r"500 InternalError.* disk is full") as caught:
         if in_parts:
-            policy_store._bucket.upload(tmp_path / "weights.bin", "x")
+            policy_store.bucket.upload(tmp_path / "weights.bin", "x")
         else:
             policy_store.put_object("x", b"x")
     assert caught.value.reason == "unavailable"
@@ -261,7 +263,7 @@ def test_a_lost_answer_to_a_commit_is_still_one_success(policy_store: PolicyStor
     """The manifest was written, the answer got lost; botocore's second request meets the first one's 412."""
     ready = manifest(policy_store, 0, {})
     key = f"{policy_store.campaign}/versions/000000000000/manifest.json"
-    policy_store._bucket.put(key, ready.model_dump_json().encode())
+    policy_store.bucket.put(key, ready.model_dump_json().encode())
     assert policy_store.commit(ready) == policy_store.head()
 
 

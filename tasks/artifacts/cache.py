@@ -1,20 +1,32 @@
 """Files by content on this machine's disk, shared by all versions, campaigns and processes.
 
-One process downloads a blob, under a file lock; the others wait for it. Every use verifies size and digest
-again: a cache on local disk outlives the process that checked it. Cached files are read-only, because the
-folders given to callers hold hard links to them.
+    {cache}/sha256/ab/abcd...               one file a content, read-only, verified on every use
+    {cache}/{campaign}/{version}-{digest}   folders of hard links, as ``PolicyStore.pull`` returns them
+    {cache}/leases/...                      locks that say which folders are read at the moment
+
+One process makes a file, under its lock; the others wait for it. A file that is stored as patches is made
+from the newest content of its chain that is here: a reader of version v fetches only what changed in v + 1,
+one that has nothing fetches the full file and every patch. What is made is verified whole, whatever it was
+made from. ``limit_bytes`` bounds the contents: the folder that was not used for the longest time goes first,
+and none that is leased; leases are locks, so a killed reader holds none. A disk that is full is handled the
+same way, then named.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
+import shutil
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.artifacts.client import Bucket
-from tasks.artifacts.errors import CorruptArtifact
-from tasks.artifacts.manifest import Blob
+from tasks.artifacts.errors import CacheFull, CorruptArtifact
+from tasks.artifacts.manifest import Blob, PatchedBlob, StoredFile
+from tasks.artifacts.patch import apply_patch
 
 
 def sha256_of(path: Path) -> str:
@@ -22,36 +34,113 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class Cache:
-    def __init__(self, folder: Path, bucket: Bucket) -> None:
-        self.folder = folder.expanduser().resolve()
-        self._bucket = bucket
+@dataclass(kw_only=True, slots=True)
+class Received:
+    """What a cache fetched from the store."""
 
-    def link(self, name: str, blob: Blob, folder: Path) -> None:
-        """Put ``folder/name`` in place as a hard link to the verified, cached blob."""
-        path = self.folder / "sha256" / blob.sha256[:2] / blob.sha256
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(path.with_suffix(".lock")):
-            if not path.exists():
-                self._download(name, blob, path)
-            elif wrong := _difference(path, blob):
-                path.unlink()  # so that a retry downloads it again
-                raise CorruptArtifact(
-                    f"file {name} ({blob.key}) must be intact in the local cache, got {wrong} in {path}. "
-                    "It was removed from the cache: pull again. If it comes back, the disk is failing."
-                )
+    full_bytes: int = 0
+    patch_bytes: int = 0
+    full_files: int = 0
+    patches: int = 0
+
+
+class Cache:
+    def __init__(self, folder: Path, bucket: Bucket, *, limit_bytes: int = 0, num_threads: int = 4) -> None:
+        self.folder = folder.expanduser().resolve()
+        self.received = Received()
+        self._bucket = bucket
+        self._limit_bytes = limit_bytes
+        self._num_threads = num_threads
+        self._counting = threading.Lock()
+        self._leases: dict[Path, int] = {}
+
+    def link(self, name: str, file: StoredFile, folder: Path) -> None:
+        """Put ``folder/name`` in place as a hard link to the verified, cached content."""
+        with self._verified(name, file) as path:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            # one lock per blob, but two names can share it, and a link to a removed corrupt file must not
+            # one lock per content, but two names can share it, and a link to a removed corrupt file must not
             # stay
-            temporary = target.with_name(f"{target.name}.{blob.sha256[:12]}.{os.getpid()}.new")
+            temporary = target.with_name(f"{target.name}.{file.sha256[:12]}.{os.getpid()}.new")
             temporary.unlink(missing_ok=True)
             os.link(path, temporary)
             temporary.replace(target)
             temporary.unlink(missing_ok=True)  # rename does nothing when both names are the same file already
 
-    def _download(self, name: str, blob: Blob, path: Path) -> None:
+    def lease(self, folder: Path) -> None:
+        """Keep a version's folder from eviction until ``release``, or this process's end."""
+        with self._counting:
+            if folder not in self._leases:
+                self._leases[folder] = _locked(self._lease_path(folder), fcntl.LOCK_SH)
+        os.utime(self._lease_path(folder))  # used now
+
+    def release(self, folder: Path) -> None:
+        with self._counting:
+            fd = self._leases.pop(folder, None)
+        if fd is not None:
+            os.close(fd)
+
+    def used_bytes(self) -> int:
+        """Disk space of the contents."""
+        return sum(status.st_blocks * 512 for _, status in self._contents())
+
+    # Below: making a content, and making room for it
+
+    @contextlib.contextmanager
+    def _verified(self, name: str, file: StoredFile) -> Iterator[Path]:
+        """The content's path, right and locked."""
+        path = self._path(file.sha256)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = _locked(path.with_suffix(".lock"), fcntl.LOCK_EX)
+        try:
+            if not path.exists():
+                self._make(name, file, path)
+            elif wrong := _difference(path, file):
+                path.unlink()  # so that a retry downloads it again
+                raise CorruptArtifact(
+                    f"file {name} ({_key(file)}) must be intact in the local cache, got {wrong} in {path}. "
+                    "It was removed from the cache: pull again. If it comes back, the disk is failing."
+                )
+            yield path
+        finally:
+            os.close(fd)
+
+    def _path(self, digest: str) -> Path:
+        return self.folder / "sha256" / digest[:2] / digest
+
+    def _make(self, name: str, file: StoredFile, path: Path) -> None:
+        self._make_room(file.size)
         partial = path.with_suffix(".partial")  # left by a killed process: overwritten, the lock is ours
+        try:
+            self._fill(name, file, partial)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            partial.unlink(missing_ok=True)
+            self._make_room(0, everything=True)
+            try:
+                self._fill(name, file, partial)
+            except OSError as again:
+                partial.unlink(missing_ok=True)
+                raise CacheFull(
+                    f"the cache in {self.folder} must have room for file {name} of {file.size:,} bytes, got "
+                    f"{again.strerror} after everything unused was removed. Free the disk, or point "
+                    "checkpoint.cache_folder at another one."
+                ) from again
+        partial.chmod(0o444)
+        partial.replace(path)
+
+    def _fill(self, name: str, file: StoredFile, partial: Path) -> None:
+        if isinstance(file, Blob):
+            self._fetch(name, file, partial)
+            with self._counting:
+                self.received.full_bytes += file.size
+                self.received.full_files += 1
+        else:
+            self._rebuild(name, file, partial)
+
+    def _fetch(self, name: str, blob: Blob, partial: Path) -> None:
+        """Fetch an object and verify it."""
         if not self._bucket.download(blob.key, blob.version_id, partial, size=blob.size):
             raise CorruptArtifact(
                 f"file {name} must exist as {blob.key}, version {blob.version_id}, got none."
@@ -62,24 +151,134 @@ class Cache:
                 f"file {name} must have the published content, got {wrong} from {blob.key}, version "
                 f"{blob.version_id}. The stored object is damaged: use another version."
             )
-        partial.chmod(0o444)
-        partial.replace(path)
+
+    def _rebuild(self, name: str, file: PatchedBlob, partial: Path) -> None:
+        """From the newest content of the chain that is here, in a copy of it."""
+        contents = [file.full.sha256, *(patch.sha256 for patch in file.patches)]
+        first = next((i for i in reversed(range(len(contents) - 1)) if self._copy(contents[i], partial)), -1)
+        if first < 0:
+            with self._verified(name, file.full) as full:
+                shutil.copyfile(full, partial)
+            first = 0
+        fetched = partial.with_suffix(".patch")
+        try:
+            for patch in file.patches[first:]:
+                self._fetch(f"{name} (patch)", patch.blob, fetched)
+                with self._counting:
+                    self.received.patch_bytes += patch.blob.size
+                    self.received.patches += 1
+                apply_patch(fetched, partial, num_threads=self._num_threads)
+        except CorruptArtifact as error:
+            raise self._blamed(name, contents[first], error) from error
+        finally:
+            fetched.unlink(missing_ok=True)
+        if wrong := _difference(partial, file):
+            raise self._blamed(name, contents[first], CorruptArtifact(f"it has {wrong}"))
+
+    def _blamed(self, name: str, base: str, error: CorruptArtifact) -> CorruptArtifact:
+        """Which of the two is damaged: the cached content it was made from, or what is stored."""
+        path = self._path(base)
+        if path.exists() and sha256_of(path) != base:
+            path.unlink()
+            return CorruptArtifact(
+                f"file {name} must be made from an intact content in the local cache, got a damaged {path}. "
+                "It was removed from the cache: pull again. If it comes back, the disk is failing."
+            )
+        return CorruptArtifact(f"file {name} must be rebuilt to its published content, got: {error}")
+
+    def _copy(self, digest: str, partial: Path) -> bool:
+        try:
+            shutil.copyfile(self._path(digest), partial)
+        except FileNotFoundError:
+            return False
+        partial.chmod(0o644)
+        os.utime(self._path(digest))
+        return True
+
+    def _contents(self) -> Iterator[tuple[Path, os.stat_result]]:
+        for path in self.folder.glob("sha256/??/*"):
+            if not path.suffix:
+                with contextlib.suppress(FileNotFoundError):
+                    yield path, path.stat()
+
+    def _lease_path(self, folder: Path) -> Path:
+        return self.folder / "leases" / folder.relative_to(self.folder)
+
+    def _make_room(self, size: int, *, everything: bool = False) -> None:
+        """Remove unused folders, then contents of no folder, the longest unused first, until it fits."""
+        if not self._limit_bytes and not everything:
+            return
+        fd = _locked(self.folder / "eviction.lock", fcntl.LOCK_EX)
+        try:
+
+            def fits() -> bool:
+                return not everything and self.used_bytes() + size <= self._limit_bytes
+
+            leases = [path for path in self.folder.glob("leases/*/*") if path.is_file()]
+            for lease in sorted(leases, key=lambda path: path.stat().st_mtime):
+                if fits():
+                    return
+                _remove_unless_leased(lease, self.folder / lease.relative_to(self.folder / "leases"))
+            # a content that is being linked has its lock taken; one in a folder has two names
+            unused = [(status.st_mtime, path) for path, status in self._contents() if status.st_nlink == 1]
+            for _, path in sorted(unused):
+                if fits():
+                    return
+                _remove_if_free(path)
+        finally:
+            os.close(fd)
+        if not everything and self.used_bytes() + size > self._limit_bytes:
+            raise CacheFull(
+                f"the cache in {self.folder} must hold {size:,} more bytes within its limit of "
+                f"{self._limit_bytes:,}, got {self.used_bytes():,} in use. Raise checkpoint.cache_gb."
+            )
 
 
-def _difference(path: Path, blob: Blob) -> str:
+def _key(file: StoredFile) -> str:
+    return file.key if isinstance(file, Blob) else file.patches[-1].blob.key
+
+
+def _difference(path: Path, file: StoredFile) -> str:
     """What is wrong with the file; empty if nothing is."""
     size = path.stat().st_size
-    if size != blob.size:
-        return f"{size} bytes instead of {blob.size}"
+    if size != file.size:
+        return f"{size} bytes instead of {file.size}"
     digest = sha256_of(path)
-    return "" if digest == blob.sha256 else f"sha256 {digest} instead of {blob.sha256}"
+    return "" if digest == file.sha256 else f"sha256 {digest} instead of {file.sha256}"
 
 
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
+def _locked(path: Path, how: int) -> int:
+    """An open file that holds the lock until it is closed, or its process ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        fcntl.flock(fd, how)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _remove_unless_leased(lease: Path, folder: Path) -> None:
+    try:
+        fd = _locked(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    try:
+        shutil.rmtree(folder, ignore_errors=True)  # its lock stays: somebody may be waiting for it
+    finally:
+        os.close(fd)
+
+
+def _remove_if_free(path: Path) -> None:
+    try:
+        fd = _locked(path.with_suffix(".lock"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    try:
+        if path.stat().st_nlink == 1:
+            path.unlink()
+    except FileNotFoundError:
+        pass
     finally:
         os.close(fd)

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +65,15 @@ class Stored:
     size: int
     sha256: str
     """Hex digest verified by the server; empty for objects that were sent in parts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listed:
+    """An object as a listing shows it."""
+
+    key: str
+    size: int
+    modified: datetime
 
 
 def make_client(*, endpoint_url: str, access_key: str, secret_key: str, num_threads: int) -> Any:
@@ -192,9 +202,18 @@ class Bucket:
             reason="unavailable",
         )
 
-    def delete(self, key: str) -> None:
-        """Add a delete marker: reads by VersionId go on."""
-        self._call("delete", key, lambda: self._client.delete_object(Bucket=self.name, Key=key))
+    def delete(self, key: str) -> str:
+        """Add a delete marker, and return its VersionId: reads by an object's VersionId go on."""
+        answer = self._call("delete", key, lambda: self._client.delete_object(Bucket=self.name, Key=key))
+        return answer.get("VersionId", "")
+
+    def undelete(self, key: str, marker: str) -> None:
+        """Remove a delete marker: the object is there again as it was."""
+        self._call(
+            "restore",
+            key,
+            lambda: self._client.delete_object(Bucket=self.name, Key=key, VersionId=marker),
+        )
 
     def upload(self, path: Path, key: str) -> None:
         config = self._transfer_config(path.stat().st_size)
@@ -222,11 +241,27 @@ class Bucket:
         return True
 
     def keys(self, prefix: str) -> Iterator[str]:
-        """Keys below a prefix in ascending order, one page of 1,000 at a time."""
-        paginator = self._client.get_paginator("list_objects_v2")
-        pages = iter(paginator.paginate(Bucket=self.name, Prefix=prefix))
-        while (page := self._call("list", prefix, lambda: next(pages, None))) is not None:
-            yield from (item["Key"] for item in page.get("Contents", []))
+        """Keys below a prefix in ascending order."""
+        yield from (listed.key for listed in self.entries(prefix))
+
+    def entries(self, prefix: str) -> Iterator[Listed]:
+        """Objects below a prefix by ascending key, read a page of 1,000 at a time.
+
+        Each page is a request of its own, after the last key: a paginator whose connection broke is
+        exhausted, and asking it again would end the listing early without a word.
+        """
+        after: dict[str, str] = {}
+        while True:
+            page = self._call(
+                "list",
+                prefix,
+                lambda after=after: self._client.list_objects_v2(Bucket=self.name, Prefix=prefix, **after),
+            )
+            for item in page.get("Contents", []):
+                yield Listed(key=item["Key"], size=item["Size"], modified=item["LastModified"])
+                after = {"StartAfter": item["Key"]}
+            if not page.get("IsTruncated"):
+                return
 
     def _transfer_config(self, size: int) -> TransferConfig:
         part = max(PART_BYTES, math.ceil(size / MAX_PARTS))

@@ -27,3 +27,19 @@ class ObjectConflict(ValueError):
 
 class CorruptArtifact(RuntimeError):
     """Bytes are missing or differ from the digest under which they were published."""
+
+
+class CacheFull(RuntimeError):
+    """The local disk, or the bound set for the cache on it, has no room for what is being read."""
+
+
+class Retired(NotFound):
+    """The version's record is there, its files were removed by a retention that somebody ran."""
+
+
+class StaleWeights(RuntimeError):
+    """What was stored is not what the trainer holds."""
+
+
+class UploadFailed(RuntimeError):
+    """Shards of a candidate could not be stored; it is no version."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Literal, Self
@@ -20,6 +21,76 @@ class Blob(BaseModel):
     version_id: str
 
 
+class Patch(BaseModel):
+    """A stored difference, and the content that a file has once it is applied."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    blob: Blob
+
+
+class PatchedBlob(BaseModel):
+    """A file stored as a full one and what changed since, oldest first: all of it named here.
+
+    So a reader needs no other manifest, whoever has one of the contents on the way begins there, and no
+    version needs another one's manifest to live.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Of the content, like ``Blob.sha256``: how a file is stored is no part of what it is."""
+    size: int = Field(ge=0)
+    full: Blob
+    patches: tuple[Patch, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _the_last_patch_makes_the_content(self) -> Self:
+        if self.patches[-1].sha256 != self.sha256 or self.full.size != self.size:
+            raise ValueError(
+                f"patches must end in the content sha256 {self.sha256} of {self.size} bytes, got "
+                f"{self.patches[-1].sha256} from {self.full.size} bytes."
+            )
+        return self
+
+
+StoredFile = Blob | PatchedBlob
+
+
+def stored_objects(file: StoredFile) -> tuple[Blob, ...]:
+    """Everything in the store that the file is made of."""
+    return (file,) if isinstance(file, Blob) else (file.full, *(patch.blob for patch in file.patches))
+
+
+class DataCursor(BaseModel):
+    """Where in which data the next iteration reads."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dataset: str
+    """Fingerprint of the environment's data: the position means nothing in other data."""
+    position: int = Field(ge=0)
+    """Prompts offered so far."""
+    seed: int
+    """Every generator of the campaign is seeded from this and a number that is stored: of the iteration, the
+    prompt, the sample, the token. So no generator's state has to be."""
+
+
+class LedgerPosition(BaseModel):
+    """What the version took from the experience buffer: every produced sample is in one of these."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    iteration: int
+    behavior_version: int
+    produced: int = Field(ge=0)
+    trained: int = Field(ge=0)
+    rejected: dict[str, int] = {}
+    batch_sha256: str
+    """Of the sealed batch, whose rows name every sample that was consumed."""
+
+
 class Manifest(BaseModel):
     """A published policy version. Written once; its existence is the commit."""
 
@@ -34,7 +105,7 @@ class Manifest(BaseModel):
     iteration: int = Field(ge=0)
     """Completed iterations of reinforcement learning."""
     created: datetime = Field(default_factory=lambda: datetime.now(UTC))
-    files: dict[str, Blob]
+    files: Mapping[str, StoredFile]
     tensor_digest: str
     """Digest of the weights, whatever the files' layout."""
     config_digest: str
@@ -45,7 +116,10 @@ class Manifest(BaseModel):
     """Key of the manifest of the critic that was trained with it; empty if none."""
     num_samples: int = Field(default=0, ge=0)
     cursor: int = Field(default=0, ge=0)
-    """Position in the prompts from which the next iteration reads."""
+    """What earlier releases wrote in place of ``data``; it counted other prompts than were offered."""
+    data: DataCursor | None = None
+    """Where the next iteration reads."""
+    ledger: LedgerPosition | None = None
     metrics: dict[str, float] = {}
     means: dict[str, str] = {}
     """What it was trained with: dispatcher, kernels, libraries."""
@@ -53,7 +127,7 @@ class Manifest(BaseModel):
 
     @field_validator("files")
     @classmethod
-    def _names_stay_inside_the_folder(cls, files: dict[str, Blob]) -> dict[str, Blob]:
+    def _names_stay_inside_the_folder(cls, files: Mapping[str, StoredFile]) -> Mapping[str, StoredFile]:
         for name in files:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or str(path) != name or name == ".":
@@ -83,6 +157,9 @@ class Manifest(BaseModel):
         blob the (same) bytes lie.
         """
         content = self.model_dump(mode="json", exclude={"created", "seconds", "metrics", "means", "files"})
+        for name in ("data", "ledger"):  # of versions that were published before these existed
+            if content[name] is None:
+                del content[name]
         content["files"] = {name: blob.sha256 for name, blob in self.files.items()}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

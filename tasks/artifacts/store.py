@@ -6,12 +6,13 @@
     {prefix}/{campaign}/<key>                                other objects of the campaign (batches, reports)
 
 The surprise: ``latest.json`` decides nothing. A publisher killed between manifest and hint has published;
-``head`` rolls forward over it. Nothing is deleted here: space is the business of a lifecycle rule on the
-bucket.
+``head`` rolls forward over it. Nothing is deleted here: ``tasks.artifacts.retention`` does that, and a
+lifecycle rule on the bucket frees the space (``configs/cluster/s3-lifecycle.json``).
 """
 
 import hashlib
 import json
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
@@ -20,8 +21,16 @@ from typing import Any
 
 from tasks.artifacts.cache import Cache, sha256_of
 from tasks.artifacts.client import Bucket, back_off, make_client
-from tasks.artifacts.errors import CorruptArtifact, NotFound, ObjectConflict, StoreError, VersionConflict
-from tasks.artifacts.manifest import Blob, Manifest
+from tasks.artifacts.errors import (
+    CorruptArtifact,
+    NotFound,
+    ObjectConflict,
+    Retired,
+    StoreError,
+    VersionConflict,
+)
+from tasks.artifacts.manifest import Blob, Manifest, Patch, PatchedBlob, StoredFile
+from tasks.artifacts.patch import make_patch
 from tasks.artifacts.version import PolicyVersion
 
 EMBEDDED_BUCKET = "moe-rl"
@@ -36,11 +45,13 @@ def open_store(
     endpoint_url: str = "",
     port: int = 0,
     cache: Path | None = None,
+    cache_bytes: int = 0,
     num_threads: int = 4,
 ) -> "PolicyStore":
     """The store at ``s3://bucket/prefix``, or in a folder: then an S3 server is found or started there.
 
-    The embedded server runs for as long as this process (or another user of the same folder) lives.
+    ``cache_bytes`` bounds the local cache; 0 does not. The embedded server runs for as long as this process
+    (or another user of the same folder) lives.
     """
     if not _CAMPAIGN.fullmatch(campaign):
         raise ValueError(
@@ -48,7 +59,10 @@ def open_store(
             f"got {campaign!r}."
         )
     if not address.startswith("s3://"):
-        return _open_embedded(address, campaign, port=port, cache=cache, num_threads=num_threads)
+        folder = Path(address).expanduser().resolve()
+        bucket = _embedded_bucket(address, folder, port=port, num_threads=num_threads)
+        local = Cache(cache or folder / "cache", bucket, limit_bytes=cache_bytes, num_threads=num_threads)
+        return PolicyStore(bucket, "", campaign, cache=local, num_threads=num_threads)
     name, _, prefix = address.removeprefix("s3://").partition("/")
     if not name:
         raise ValueError(f"checkpoint.store must be s3://bucket/prefix or a folder, got {address!r}.")
@@ -59,17 +73,15 @@ def open_store(
     bucket = Bucket(connect, name, is_custom=bool(endpoint_url), num_threads=num_threads)
     bucket.require_versioning()
     folder = cache or Path.home() / ".cache" / "moe-rl"
-    return PolicyStore(bucket, prefix.strip("/"), campaign, cache=folder, num_threads=num_threads)
+    local = Cache(folder, bucket, limit_bytes=cache_bytes, num_threads=num_threads)
+    return PolicyStore(bucket, prefix.strip("/"), campaign, cache=local, num_threads=num_threads)
 
 
-def _open_embedded(
-    address: str, campaign: str, *, port: int, cache: Path | None, num_threads: int
-) -> "PolicyStore":
+def _embedded_bucket(address: str, folder: Path, *, port: int, num_threads: int) -> Bucket:
     from tasks.embedded.seaweed import ensure_s3
 
     if not address or "://" in address:
         raise ValueError(f"checkpoint.store must be s3://bucket/prefix or a folder, got {address!r}.")
-    folder = Path(address).expanduser().resolve()
 
     def connect() -> Any:
         endpoint = ensure_s3(folder, port=port)
@@ -82,31 +94,30 @@ def _open_embedded(
 
     bucket = Bucket(connect, EMBEDDED_BUCKET, is_custom=True, num_threads=num_threads)
     bucket.create_versioned()
-    return PolicyStore(bucket, "", campaign, cache=cache or folder / "cache", num_threads=num_threads)
+    return bucket
 
 
 class PolicyStore:
     """One campaign's versions and objects. Threads may share it; open it anew after a fork."""
 
-    def __init__(self, bucket: Bucket, prefix: str, campaign: str, *, cache: Path, num_threads: int) -> None:
-        self.campaign = campaign
-        self._bucket = bucket
-        self._root = f"{prefix}/{campaign}/" if prefix else f"{campaign}/"
-        self._cache = Cache(cache, bucket)
+    def __init__(self, bucket: Bucket, prefix: str, campaign: str, *, cache: Cache, num_threads: int) -> None:
+        self.campaign, self.cache = campaign, cache
+        self.bucket = bucket
+        self.root = f"{prefix}/{campaign}/" if prefix else f"{campaign}/"
         self._num_threads = num_threads
 
     # Files and versions
 
-    def put_file(self, path: Path) -> Blob:
-        """Store a file under its content's name; not sent again if it is there."""
+    def put_file(self, path: Path, *, digest: str = "") -> Blob:
+        """Store a file under its content's name (``digest`` if known); not sent again if it is there."""
         before = path.stat()
-        digest = sha256_of(path)
+        digest = digest or sha256_of(path)
         blob = self._stored_blob(digest, before.st_size)
         if blob is None:
-            self._bucket.upload(path, self._blob_key(digest))
+            self.bucket.upload(path, self._blob_key(digest))
             after = path.stat()
             if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                self._bucket.delete(self._blob_key(digest))  # else the next publisher would reuse wrong bytes
+                self.bucket.delete(self._blob_key(digest))  # else the next publisher would reuse wrong bytes
                 raise ValueError(
                     f"{path} must not change while it is stored, got a write to it. Store it when done."
                 )
@@ -118,9 +129,33 @@ class PolicyStore:
         digest = hashlib.sha256(data).hexdigest()
         blob = self._stored_blob(digest, len(data))
         if blob is None:
-            self._bucket.put(self._blob_key(digest), data)
+            self.bucket.put(self._blob_key(digest), data)
             blob = self._stored_blob(digest, len(data))
         return self._present(blob, digest)
+
+    def put_patched(self, path: Path, parent: StoredFile | None, *, full_every: int) -> StoredFile:
+        """Store a file as what changed since the parent's; whole where that is smaller, and as every
+        ``full_every``-th of a chain. A file that is the parent's is not sent at all."""
+        if parent is None or full_every == 1:
+            return self.put_file(path)
+        digest = sha256_of(path)
+        if digest == parent.sha256:
+            return parent
+        chain = parent.patches if isinstance(parent, PatchedBlob) else ()
+        base = self.cache.folder / "bases" / f"{digest}.{os.getpid()}"
+        patch = path.with_name(f"{path.name}.patch")
+        try:
+            if len(chain) + 1 >= full_every:
+                return self.put_file(path, digest=digest)
+            self.cache.link(base.name, parent, base.parent)
+            if not make_patch(base, path, patch, num_threads=self._num_threads):
+                return self.put_file(path, digest=digest)
+            added = Patch(sha256=digest, blob=self.put_file(patch))
+        finally:
+            base.unlink(missing_ok=True)
+            patch.unlink(missing_ok=True)
+        full = parent.full if isinstance(parent, PatchedBlob) else parent
+        return PatchedBlob(sha256=digest, size=full.size, full=full, patches=(*chain, added))
 
     def put_folder(self, folder: Path) -> dict[str, Blob]:
         """Store every file below a folder, several at a time: name -> blob, ready for ``Manifest.files``."""
@@ -133,14 +168,14 @@ class PolicyStore:
         """Publish: the manifest is written if its version is free; the same content again is success."""
         if manifest.campaign != self.campaign:
             raise ValueError(f"manifest.campaign must be {self.campaign!r}, got {manifest.campaign!r}.")
-        if manifest.version and self._bucket.head(self._manifest_key(manifest.version - 1)) is None:
+        if manifest.version and self.bucket.head(self._manifest_key(manifest.version - 1)) is None:
             raise ValueError(
                 f"versions must have no gaps: version {manifest.version} of campaign {self.campaign} needs "
                 f"version {manifest.version - 1}, got none. Publish head() + 1."
             )
         key = self._manifest_key(manifest.version)
         data = manifest.model_dump_json().encode()
-        version_id = self._bucket.put(key, data, absent=True)
+        version_id = self.bucket.put(key, data, absent=True)
         if version_id is None:
             published, existing = self._read_manifest(manifest.version)
             if existing.content_digest() != manifest.content_digest():
@@ -157,14 +192,14 @@ class PolicyStore:
 
     def head(self) -> PolicyVersion | None:
         """The newest published version; None only if there is none at all."""
-        hint = self._bucket.get(self._root + "latest.json")
+        hint = self.bucket.get(self.root + "latest.json")
         hinted = json.loads(hint[0])["version"] if hint else None
         newest = hinted
         if newest is None:  # proves nothing: a publisher was killed before it wrote the hint, or it was lost
             newest = max(self._versions(), default=None)
             if newest is None:
                 return None
-        while self._bucket.head(self._manifest_key(newest + 1)) is not None:
+        while self.bucket.head(self._manifest_key(newest + 1)) is not None:
             newest += 1
         if newest != hinted:
             self._advance(newest)
@@ -186,7 +221,7 @@ class PolicyStore:
     def pull(self, version: int | PolicyVersion, *, pattern: str = "*", without: str = "") -> Path:
         """A local folder with the version's files, each verified; those that match ``without`` are left out.
 
-        Do not write into it.
+        Do not write into it. It stays until this process ends or releases it (``release``).
         """
         published, manifest = self._read_manifest(version)
         files = {
@@ -200,19 +235,36 @@ class PolicyStore:
                 f"got {pattern!r}; files: {sorted(manifest.files)}."
             )
         folder = (
-            self._cache.folder / self.campaign / f"{manifest.version:012d}-{published.manifest_sha256[:12]}"
+            self.cache.folder / self.campaign / f"{manifest.version:012d}-{published.manifest_sha256[:12]}"
         )
-        with ThreadPoolExecutor(self._num_threads) as pool:
-            list(pool.map(lambda item: self._cache.link(item[0], item[1], folder), files.items()))
+        self.cache.lease(folder)
+        try:
+            with ThreadPoolExecutor(self._num_threads) as pool:
+                list(pool.map(lambda item: self.cache.link(item[0], item[1], folder), files.items()))
+        except CorruptArtifact as error:
+            if not self.is_retired(manifest.version):
+                raise
+            raise Retired(
+                f"version {manifest.version} of campaign {self.campaign} must have its files, got a record "
+                "of their removal by a retention. Use another: python -m tasks.artifacts.versions list."
+            ) from error
         return folder
+
+    def release(self, folder: Path) -> None:
+        """Let the cache evict a folder that ``pull`` returned, when it needs the space."""
+        self.cache.release(folder)
+
+    def is_retired(self, version: int) -> bool:
+        """Whether a retention removed the version's files; its manifest stays."""
+        return self.bucket.head(self.retired_key(version)) is not None
 
     # Other objects of the campaign
 
     def put_object(self, key: str, data: bytes) -> str:
         """Write an object once; its URI. The same content again is success, other an ObjectConflict."""
         full = self._object_key(key)
-        if self._bucket.put(full, data, absent=True) is None:
-            existing = self._bucket.get(full)
+        if self.bucket.put(full, data, absent=True) is None:
+            existing = self.bucket.get(full)
             stored = b"" if existing is None else existing[0]
             if stored != data:
                 raise ObjectConflict(
@@ -225,7 +277,7 @@ class PolicyStore:
     def replace_object(self, key: str, data: bytes) -> str:
         """Write an object that may be rewritten, such as a report; its URI."""
         full = self._object_key(key)
-        self._bucket.put(full, data)
+        self.bucket.put(full, data)
         return self._uri(full)
 
     def get_object(self, key: str) -> bytes:
@@ -237,29 +289,32 @@ class PolicyStore:
 
     def find_object(self, key: str) -> bytes | None:
         """The object's content; None if there is none."""
-        found = self._bucket.get(self._object_key(key))
+        found = self.bucket.get(self._object_key(key))
         return found[0] if found else None
 
     def list_objects(self, prefix: str = "") -> list[str]:
         """Keys that start with the prefix, ascending, as ``get_object`` takes them."""
-        keys = (key.removeprefix(self._root) for key in self._bucket.keys(self._root + prefix))
+        keys = (key.removeprefix(self.root) for key in self.bucket.keys(self.root + prefix))
         return [key for key in keys if not key.startswith(_RESERVED)]
 
     # Below: keys, and the steps of the above
 
     def _blob_key(self, digest: str) -> str:
-        return f"{self._root}blobs/sha256/{digest[:2]}/{digest}"
+        return f"{self.root}blobs/sha256/{digest[:2]}/{digest}"
 
     def _manifest_key(self, version: int) -> str:
-        return f"{self._root}versions/{version:012d}/manifest.json"
+        return f"{self.root}versions/{version:012d}/manifest.json"
+
+    def retired_key(self, version: int) -> str:
+        return f"{self.root}versions/{version:012d}/retired.json"
 
     def _object_key(self, key: str) -> str:
         if not key or key.startswith(("/", *_RESERVED)) or ".." in key.split("/"):
             raise ValueError(f"key must be a relative path outside {', '.join(_RESERVED)}, got {key!r}.")
-        return self._root + key
+        return self.root + key
 
     def _uri(self, key: str) -> str:
-        return f"s3://{self._bucket.name}/{key}"
+        return f"s3://{self.bucket.name}/{key}"
 
     def _reference(self, version: int, version_id: str, data: bytes) -> PolicyVersion:
         return PolicyVersion(
@@ -273,7 +328,7 @@ class PolicyStore:
     def _stored_blob(self, digest: str, size: int) -> Blob | None:
         """The blob if it is stored with this size and, where S3 knows it, this digest."""
         key = self._blob_key(digest)
-        stored = self._bucket.head(key)
+        stored = self.bucket.head(key)
         if stored is None or stored.size != size or stored.sha256 not in ("", digest):
             return None
         return Blob(sha256=digest, size=size, key=key, version_id=stored.version_id)
@@ -287,8 +342,8 @@ class PolicyStore:
         return blob
 
     def _versions(self) -> list[int]:
-        pattern = re.compile(re.escape(self._root) + r"versions/(\d{12})/manifest\.json")
-        found = (pattern.fullmatch(key) for key in self._bucket.keys(self._root + "versions/"))
+        pattern = re.compile(re.escape(self.root) + r"versions/(\d{12})/manifest\.json")
+        found = (pattern.fullmatch(key) for key in self.bucket.keys(self.root + "versions/"))
         return [int(match.group(1)) for match in found if match]
 
     def _read_manifest(self, version: int | PolicyVersion) -> tuple[PolicyVersion, Manifest]:
@@ -296,7 +351,7 @@ class PolicyStore:
         number = version if isinstance(version, int) else version.version
         if wanted and wanted.campaign != self.campaign:
             raise ValueError(f"version must be of campaign {self.campaign!r}, got {wanted.campaign!r}.")
-        found = self._bucket.get(self._manifest_key(number), version_id=wanted.version_id if wanted else "")
+        found = self.bucket.get(self._manifest_key(number), version_id=wanted.version_id if wanted else "")
         uri = self._uri(self._manifest_key(number))
         if found is None:
             raise NotFound(f"version {number} of campaign {self.campaign} must exist, got none at {uri}.")
@@ -307,13 +362,13 @@ class PolicyStore:
 
     def _advance(self, version: int) -> None:
         """Move the hint forward, never back. After a lost race it looks again."""
-        key = self._root + "latest.json"
+        key = self.root + "latest.json"
         data = json.dumps({"version": version}).encode()
         for attempt in range(20):
-            found = self._bucket.get(key)
+            found = self.bucket.get(key)
             if found and json.loads(found[0])["version"] >= version:
                 return
-            done = self._bucket.put(key, data, absent=found is None, etag=found[1].etag if found else "")
+            done = self.bucket.put(key, data, absent=found is None, etag=found[1].etag if found else "")
             if done is not None:
                 return
             back_off(attempt)

@@ -153,7 +153,7 @@ def store(config: CampaignConfig, *, writes: bool) -> dict[str, Any]:
     """Opens the campaign's store, which is refused without versioning; writes a probe; reads its clock."""
     from tasks.session import open_store
 
-    bucket = open_store(config, "preflight")._bucket
+    bucket = open_store(config, "preflight").bucket
     found: dict[str, Any] = {"versioning": "Enabled"}
     if writes:
         key = f"preflight/probes/{uuid.uuid4().hex}"

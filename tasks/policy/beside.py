@@ -5,7 +5,7 @@ and is let go of before the next one, and all before the policy, so that memory 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from tasks.artifacts.critics import critic_store, find_critic, keep_candidate
-from tasks.artifacts.manifest import Blob, Manifest
+from tasks.artifacts.manifest import Manifest, StoredFile
 from tasks.policy import weights
 from tasks.policy.critic import Critic, train_critic
 from tasks.policy.mesh import ParallelMesh
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
 
 Row = dict[str, Any]
+Files = Mapping[str, StoredFile]
 
 
 class Load(Protocol):
@@ -48,7 +49,7 @@ class Bench:
     mesh: ParallelMesh
     load: Load
     optimizer: Callable[[PreTrainedModel, float], AdamW]
-    save: Callable[[PolicyStore, PreTrainedModel, AdamW, dict[str, Blob]], tuple[dict[str, Blob], str]]
+    save: Callable[[PolicyStore, PreTrainedModel, AdamW, Files], tuple[dict[str, StoredFile], str]]
 
     def read(
         self, model: PreTrainedModel, rows: Sequence[Row], read: Read, routing: RouterWatch | None = None

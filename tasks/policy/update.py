@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
-from tasks.artifacts.manifest import Blob, Manifest
+from tasks.artifacts.manifest import Manifest, StoredFile
 from tasks.config import CampaignConfig
 from tasks.policy import weights
 from tasks.policy.beside import Bench, update_critic, with_other_versions, with_proximal
@@ -42,11 +42,13 @@ from tasks.policy.packed import require_packable
 from tasks.policy.parallel import distribute
 from tasks.policy.progress import Progress, Watchdog
 from tasks.policy.recompute import checkpoint_activations
+from tasks.policy.resume import data_cursor, ledger_position, seed_generators
 from tasks.policy.router import RouterBalance, freeze_routers
 from tasks.policy.router_bias import RouterBias
 from tasks.policy.routing import Routing
 from tasks.policy.stopping import exit_on_sigterm
 from tasks.policy.trainer import make_optimizer
+from tasks.policy.upload import ShardUpload, reserved_arena, store_shards
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
 from tasks.schema import TrainFrame, from_bytes
 from tasks.session import run_store, say
@@ -61,6 +63,7 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
     config, store = run.config, run_store(run)
     progress = Progress()
     with exit_on_sigterm(), _process_group(config), _watchdog(config, progress):
+        seed_generators(run, batch.iteration)
         mesh = make_mesh(**asdict(config.train.grid))
         clock.lap("start_up")
         progress.at("load")
@@ -72,15 +75,17 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
         rows, critic, critic_metrics = update_critic(bench, with_other_versions(bench, rows), parent, folder)
         trainee = _trainee(store, batch, parent, folder, config, mesh, dispatcher, progress)
         model, optimizer = trainee.model, trainee.optimizer
+        arena = reserved_arena(model, dtype := getattr(torch, config.model.dtype))
         clock.lap("load")
         rows = with_proximal(bench, model, rows, trainee.routing)
         metrics = train(trainee, rows, config, objective=batch.objective)
         clock.lap("train")
         progress.at("upload")
         fetch_moments(optimizer)
-        files, digest = store_shards(
-            store, model, optimizer, mesh, parent.files, dtype=getattr(torch, config.model.dtype)
-        )
+        with ShardUpload(store, mesh, arena, full_every=config.checkpoint.full_every) as upload:
+            upload.start(model, optimizer, parent.files, dtype=dtype)
+            clock.lap("snapshot")
+            stored = upload.finish()
         clock.lap("upload")
         dispatcher.close()
         manifest = Manifest(
@@ -89,8 +94,8 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
             parent=policy.version,
             kind="warm_start" if batch.objective == "supervised" else "iteration",
             iteration=batch.iteration + 1,
-            files=files,
-            tensor_digest=digest,
+            files=stored.files,
+            tensor_digest=stored.tensor_digest,
             config_digest=config.digest(),
             code_revision=run.code_revision,
             batch=batch.key,
@@ -99,7 +104,8 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
             metrics={**batch.metrics, **critic_metrics, **metrics},
             means=means,
             seconds={**batch.seconds, **clock.seconds},
-            cursor=(batch.iteration + 1) * config.rollout.prompts_reserved,
+            data=data_cursor(run, batch, parent),
+            ledger=ledger_position(batch),
         )
         if dist.get_rank() == 0:
             _say(batch, metrics, clock, f"{means['dispatcher']}; kernels: {means['kernels']}")
@@ -123,41 +129,6 @@ def read_batch(store: "PolicyStore", batch: TrainBatch) -> list[dict[str, Any]]:
             f"batch {batch.key} must have sha256 {batch.sha256}, got {got}. It was changed; restore it."
         )
     return from_bytes(payload, schema=TrainFrame).rows(named=True)
-
-
-def store_shards(
-    store: "PolicyStore",
-    model: PreTrainedModel,
-    optimizer: AdamW,
-    mesh: ParallelMesh,
-    parent_files: dict[str, Blob],
-    *,
-    dtype: torch.dtype,
-) -> tuple[dict[str, Blob], str]:
-    """Upload this rank's weights and optimizer state; returns all ranks' files and the weights' digest."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, blobs = Path(name), {}
-        shards: dict[str, weights.Shard] = {}
-        digests: dict[str, str] = {}
-        if mesh.replicate_rank == 0:
-            named = dict(weights.disk_tensors(model, dtype))
-            digests = weights.digest_tensors(named.items())
-            tensors_of = {
-                "model": named.items(),
-                "optimizer": weights.optimizer_tensors(model, optimizer, dtype),
-            }
-            for stem, tensors in tensors_of.items():
-                shards[stem] = weights.write_shard(folder, tensors, mesh.copy_rank, mesh.copy_size, stem=stem)
-                blobs[shards[stem].file_name] = store.put_file(folder / shards[stem].file_name)
-        everyone: list[Any] = [None] * mesh.world_size
-        dist.all_gather_object(everyone, (blobs, shards, digests))
-        for stem in ("model", "optimizer"):
-            index = weights.write_index(folder, [s[stem] for _, s, _ in everyone if stem in s], stem=stem)
-            blobs[index] = store.put_file(folder / index)
-        for other, _, _ in everyone:
-            blobs |= other
-        carried = {n: b for n, b in parent_files.items() if not n.startswith(("model", "optimizer"))}
-        return carried | blobs, weights.merge_digests(d for _, _, d in everyone)
 
 
 def _trainee(
@@ -218,8 +189,8 @@ def _bench(
         return _load(folder, dispatcher, config, mesh, head=head)
 
     def save(
-        critics: "PolicyStore", model: PreTrainedModel, optimizer: AdamW, files: dict[str, Blob]
-    ) -> tuple[dict[str, Blob], str]:
+        critics: "PolicyStore", model: PreTrainedModel, optimizer: AdamW, files: Mapping[str, StoredFile]
+    ) -> tuple[dict[str, StoredFile], str]:
         return store_shards(critics, model, optimizer, mesh, files, dtype=getattr(torch, config.model.dtype))
 
     return Bench(

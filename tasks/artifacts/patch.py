@@ -1,0 +1,245 @@
+"""The difference between two safetensors files of one layout: what changed, and how to rebuild the new one.
+
+    magic | length of the header | header (JSON, zstd) | streams (zstd), in the header's order
+
+The header lists every block with a change: its tensor, its bytes in the file, their SHA-256 after the change.
+A block is its changed elements: gaps between their positions, and the differences of their bit patterns as
+integers, zigzag-coded, one stream a byte of the element. A step of reinforcement learning moves few of the
+bfloat16 weights, and those by one unit in the last place: a gap costs 6 bits and a difference 1 or 2. Where a
+quarter of a block changed, all its differences are listed and no positions. Elements are compared as
+integers: a NaN or a negative zero is a bit pattern like any other, and what is rebuilt is equal bit for bit.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from tasks.artifacts.errors import CorruptArtifact
+
+MAGIC = b"MOEPATCH"
+BLOCK_BYTES = 16 << 20
+"""Of a tensor, compared and compressed together; a thread holds a few times as much."""
+DENSE_SHARE = 0.25
+_ESCAPE = 255
+_CODEC = "zstd"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A part of one tensor in a file."""
+
+    tensor: str
+    start: int
+    stop: int
+    width: int
+    """Bytes of an element."""
+
+
+def make_patch(base: Path, new: Path, patch: Path, *, num_threads: int, max_share: float = 0.5) -> bool:
+    """Write what turns ``base`` into ``new``; False, and nothing is written, if that is not worth while.
+
+    It is not where the layouts differ, or where the patch would exceed ``max_share`` of the file.
+    """
+    prefix = _prefix(new)
+    if new.stat().st_size != base.stat().st_size or prefix != _prefix(base):
+        return False
+    old_bytes, new_bytes = np.memmap(base, np.uint8, "r"), np.memmap(new, np.uint8, "r")
+    entries: list[dict[str, Any]] = []
+    left = int(max_share * len(new_bytes))
+    body = patch.with_name(f"{patch.name}.body")
+    try:
+        with body.open("wb") as file, ThreadPoolExecutor(num_threads) as pool:
+
+            def work(block: Block) -> tuple[dict[str, Any], list[bytes]] | None:
+                return _encode(block, old_bytes, new_bytes)
+
+            for window in _windows(blocks_of(prefix), 4 * num_threads):  # bounds what is held at a time
+                for done in filter(None, pool.map(work, window)):
+                    entry, streams = done
+                    entries.append(entry)
+                    file.writelines(streams)
+                    left -= sum(map(len, streams))
+                if left < 0:
+                    return False
+        _assemble(entries, len(new_bytes), body, patch)
+    finally:
+        body.unlink(missing_ok=True)
+    return True
+
+
+def apply_patch(patch: Path, target: Path, *, num_threads: int) -> None:
+    """Turn ``target``, a copy of the file that the patch was made against, into the new file, in place."""
+    data = np.memmap(patch, np.uint8, "r")
+    header, offset = _header(patch, data)
+    out = np.memmap(target, np.uint8, "r+")
+    if header["size"] != len(out):
+        raise CorruptArtifact(f"{target} must have {header['size']} bytes for {patch.name}, got {len(out)}.")
+    starts = []
+    for entry in header["blocks"]:
+        starts.append(offset)
+        offset += sum(length for length, _ in entry["streams"])
+    with ThreadPoolExecutor(num_threads) as pool:
+        jobs = zip(header["blocks"], starts, strict=True)
+        list(pool.map(lambda job: _apply(job[0], data, job[1], out, patch.name), jobs))
+    out.flush()
+
+
+def changed_tensors(patch: Path) -> list[str]:
+    """Names of the tensors that a patch changes, in the file's order."""
+    header, _ = _header(patch, np.memmap(patch, np.uint8, "r"))
+    return list(dict.fromkeys(entry["tensor"] for entry in header["blocks"]))
+
+
+def blocks_of(prefix: bytes) -> list[Block]:
+    """The blocks of every tensor of a safetensors file, from its header, in the file's order."""
+    tensors = {k: v for k, v in json.loads(prefix[8:]).items() if k != "__metadata__"}
+    blocks = []
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
+        first, last = (len(prefix) + offset for offset in tensor["data_offsets"])
+        width = _width(tensor["dtype"])
+        for start in range(first, last, BLOCK_BYTES):
+            blocks.append(Block(tensor=name, start=start, stop=min(start + BLOCK_BYTES, last), width=width))
+    return blocks
+
+
+def _width(dtype: str) -> int:
+    """Bytes of an element, from the number in its type's name; BOOL has none, and four bits fill none."""
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
+
+
+def _prefix(path: Path) -> bytes:
+    """Length and header of a safetensors file."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        return length + file.read(struct.unpack("<Q", length)[0])
+
+
+def _windows(blocks: list[Block], size: int) -> Iterator[list[Block]]:
+    yield from (blocks[i : i + size] for i in range(0, len(blocks), size))
+
+
+def _elements(data: NDArray[np.uint8], block: Block) -> NDArray[Any]:
+    return data[block.start : block.stop].view(f"<u{block.width}")
+
+
+def _encode(
+    block: Block, old_bytes: NDArray[np.uint8], new_bytes: NDArray[np.uint8]
+) -> tuple[dict[str, Any], list[bytes]] | None:
+    """The header's entry and the compressed streams of a block; None if nothing changed in it."""
+    old, new = _elements(old_bytes, block), _elements(new_bytes, block)
+    changed = np.flatnonzero(old != new)
+    if not len(changed):
+        return None
+    is_dense = len(changed) > DENSE_SHARE * len(new)
+    raw: list[NDArray[np.uint8]] = []
+    if not is_dense:
+        raw.append(_pack_gaps(changed))
+        old, new = old[changed], new[changed]
+    raw += list(_zigzag(new - old).view(np.uint8).reshape(-1, block.width).T)
+    streams = [pa.compress(np.ascontiguousarray(part), codec=_CODEC, asbytes=True) for part in raw]
+    entry = {
+        "tensor": block.tensor,
+        "start": block.start,
+        "stop": block.stop,
+        "width": block.width,
+        "dense": is_dense,
+        "sha256": sha256(new_bytes[block.start : block.stop].data).hexdigest(),
+        "streams": [(len(stream), len(part)) for stream, part in zip(streams, raw, strict=True)],
+    }
+    return entry, streams
+
+
+def _apply(
+    entry: dict[str, Any], data: NDArray[np.uint8], offset: int, out: NDArray[np.uint8], name: str
+) -> None:
+    block = Block(tensor=entry["tensor"], start=entry["start"], stop=entry["stop"], width=entry["width"])
+    try:
+        _add(entry, _decompressed(entry["streams"], data, offset), _elements(out, block))
+        got = sha256(out[block.start : block.stop].data).hexdigest()
+    except (OSError, ValueError, IndexError) as error:
+        got = f"{type(error).__name__}: {error}"
+    if got != entry["sha256"]:
+        raise CorruptArtifact(
+            f"tensor {block.tensor} must have its published content after {name}, sha256 "
+            f"{entry['sha256'][:16]}, got {got} in bytes {block.start} to {block.stop}."
+        )
+
+
+def _decompressed(
+    sizes: list[tuple[int, int]], data: NDArray[np.uint8], offset: int
+) -> list[NDArray[np.uint8]]:
+    raw = []
+    for length, size in sizes:
+        stream = pa.py_buffer(data[offset : offset + length])
+        raw.append(np.frombuffer(pa.decompress(stream, size, codec=_CODEC), np.uint8))
+        offset += length
+    return raw
+
+
+def _add(entry: dict[str, Any], raw: list[NDArray[np.uint8]], elements: NDArray[Any]) -> None:
+    planes = np.stack(raw if entry["dense"] else raw[1:], axis=1)
+    difference = _unzigzag(np.ascontiguousarray(planes).view(elements.dtype).ravel())
+    if entry["dense"]:
+        elements += difference
+    else:
+        elements[_unpack_gaps(raw[0])] += difference
+
+
+def _zigzag(difference: NDArray[Any]) -> NDArray[Any]:
+    """Small differences of either sign become small numbers."""
+    signed = difference.view(f"<i{difference.itemsize}")
+    sign = signed >> (8 * difference.itemsize - 1)
+    return ((signed << 1) ^ sign).view(difference.dtype)
+
+
+def _unzigzag(coded: NDArray[Any]) -> NDArray[Any]:
+    return (coded >> 1) ^ (0 - (coded & 1))
+
+
+def _pack_gaps(positions: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Elements passed over before each position, base 255: so many escapes, then the rest."""
+    gaps = np.diff(positions, prepend=-1) - 1
+    escapes, rest = np.divmod(gaps, _ESCAPE)
+    packed = np.full(len(gaps) + int(escapes.sum()), _ESCAPE, np.uint8)
+    packed[np.cumsum(escapes + 1) - 1] = rest
+    return packed
+
+
+def _unpack_gaps(packed: NDArray[np.uint8]) -> NDArray[np.int64]:
+    ends = np.flatnonzero(packed != _ESCAPE)
+    escapes = np.diff(ends, prepend=-1) - 1
+    return np.cumsum(escapes * _ESCAPE + packed[ends].astype(np.int64) + 1) - 1
+
+
+def _assemble(entries: list[dict[str, Any]], size: int, body: Path, patch: Path) -> None:
+    text = json.dumps({"size": size, "blocks": entries}).encode()
+    header = pa.compress(text, codec=_CODEC, asbytes=True)
+    with patch.open("wb") as file, body.open("rb") as streams:
+        file.write(MAGIC + struct.pack("<QQ", len(header), len(text)) + header)
+        _copy(streams, file)
+
+
+def _copy(source: BinaryIO, target: BinaryIO) -> None:
+    while chunk := source.read(BLOCK_BYTES):
+        target.write(chunk)
+
+
+def _header(patch: Path, data: NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
+    """The header, and where the streams begin."""
+    if bytes(data[: len(MAGIC)]) != MAGIC:
+        raise CorruptArtifact(f"{patch} must be a patch, got a file that does not begin like one.")
+    first = len(MAGIC) + 16
+    length, size = struct.unpack("<QQ", bytes(data[len(MAGIC) : first]))
+    text = pa.decompress(pa.py_buffer(data[first : first + length]), size, codec=_CODEC)
+    return json.loads(bytes(text)), first + length

@@ -1,0 +1,50 @@
+"""What makes a resumed run repeat the bits of one that was never stopped, beside weights and optimizer state.
+
+No generator's state is stored. Everything that is drawn is drawn from a generator seeded by numbers that a
+manifest holds: the campaign's seed, and the iteration, prompt, sample and token in question. So there is no
+state that a restarted, moved or resharded process could miss.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from tasks.artifacts.cursor import position_after
+from tasks.artifacts.manifest import DataCursor, LedgerPosition, Manifest
+from tasks.experience.ledger import seed_of
+from tasks.records import CampaignRun, TrainBatch
+from tasks.session import run_environment
+
+
+def seed_generators(run: CampaignRun, iteration: int) -> None:
+    """Seed this process for an update, alike on every rank: a policy with dropout repeats its units."""
+    seed = seed_of(run.config.seed, iteration, "update", 0)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
+
+
+def data_cursor(run: CampaignRun, batch: TrainBatch, parent: Manifest) -> DataCursor:
+    """Where the next iteration reads, in which data; demonstrations do not count."""
+    offered = run.config.rollout.prompts_reserved
+    return DataCursor(
+        dataset=run_environment(run).fingerprint(),
+        position=position_after(parent, offered=offered)
+        + (0 if batch.objective == "supervised" else offered),
+        seed=run.config.seed,
+    )
+
+
+def ledger_position(batch: TrainBatch) -> LedgerPosition:
+    """What a sealed batch took from the buffer."""
+    return LedgerPosition(
+        iteration=batch.iteration,
+        behavior_version=batch.behavior_version,
+        produced=batch.produced,
+        trained=batch.num_samples,
+        rejected=batch.rejected,
+        batch_sha256=batch.sha256,
+    )
