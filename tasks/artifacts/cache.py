@@ -140,8 +140,11 @@ class Cache:
             self._rebuild(name, file, partial)
 
     def _fetch(self, name: str, blob: Blob, partial: Path) -> None:
-        """Fetch an object and verify it."""
-        if not self._bucket.download(blob.key, blob.version_id, partial, size=blob.size):
+        """Fetch an object and verify it. If its version is gone, another of the key will do: the content
+        names the key, and two that stored it at once left an old one, which the bucket's lifecycle rule
+        removes."""
+        versions = blob.version_id, ""
+        if not any(self._bucket.download(blob.key, v, partial, size=blob.size) for v in versions):
             raise CorruptArtifact(
                 f"file {name} must exist as {blob.key}, version {blob.version_id}, got none."
             )
@@ -205,7 +208,7 @@ class Cache:
         return self.folder / "leases" / folder.relative_to(self.folder)
 
     def _make_room(self, size: int, *, everything: bool = False) -> None:
-        """Remove unused folders, then contents of no folder, the longest unused first, until it fits."""
+        """Remove contents of no folder, then unused folders, the longest unused first, until it fits."""
         if not self._limit_bytes and not everything:
             return
         fd = _locked(self.folder / "eviction.lock", fcntl.LOCK_EX)
@@ -214,17 +217,23 @@ class Cache:
             def fits() -> bool:
                 return not everything and self.used_bytes() + size <= self._limit_bytes
 
+            def remove_orphans() -> None:
+                """A content in a folder has two names; one that is being linked has its lock taken."""
+                unused = [
+                    (status.st_mtime, path) for path, status in self._contents() if status.st_nlink == 1
+                ]
+                for _, path in sorted(unused):
+                    if fits():
+                        return
+                    _remove_if_free(path)
+
+            remove_orphans()
             leases = [path for path in self.folder.glob("leases/*/*") if path.is_file()]
             for lease in sorted(leases, key=lambda path: path.stat().st_mtime):
                 if fits():
                     return
                 _remove_unless_leased(lease, self.folder / lease.relative_to(self.folder / "leases"))
-            # a content that is being linked has its lock taken; one in a folder has two names
-            unused = [(status.st_mtime, path) for path, status in self._contents() if status.st_nlink == 1]
-            for _, path in sorted(unused):
-                if fits():
-                    return
-                _remove_if_free(path)
+                remove_orphans()
         finally:
             os.close(fd)
         if not everything and self.used_bytes() + size > self._limit_bytes:

@@ -216,6 +216,8 @@ class Bucket:
         )
 
     def upload(self, path: Path, key: str) -> None:
+        """Store a file in parallel parts. Unconditionally, since the transfer manager takes no condition: of
+        two that store it at once the first may end as an old version of the key."""
         config = self._transfer_config(path.stat().st_size)
         extra = {"ChecksumAlgorithm": "SHA256"}
         self._call(
@@ -225,9 +227,9 @@ class Bucket:
         )
 
     def download(self, key: str, version_id: str, path: Path, *, size: int) -> bool:
-        """False if that version of the object does not exist."""
+        """False if that version of the object does not exist; without one, if the object does not."""
         config = self._transfer_config(size)
-        extra = {"VersionId": version_id}
+        extra = {"VersionId": version_id} if version_id else {}
         try:
             self._call(
                 "read",

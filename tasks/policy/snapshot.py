@@ -35,9 +35,12 @@ class Snapshot:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Sum of a tensor's elements read as integers, modulo 2**64: another tensor's is another one."""
-    words = tensor.detach().contiguous().flatten().view(_INTEGERS[tensor.element_size()])
-    return words.sum(dtype=torch.int64)
+    """Sum of a tensor's bits read as integers, eight bytes at a time where they divide it, modulo 2**64."""
+    flat = tensor.detach().contiguous().flatten()
+    width = 8 if flat.nbytes % 8 == 0 else flat.element_size()
+    if flat.storage_offset() * flat.element_size() % width:
+        flat = flat.clone()  # a view of wider elements must begin at a multiple of them
+    return flat.view(_INTEGERS[width]).sum(dtype=torch.int64)
 
 
 class HostArena:

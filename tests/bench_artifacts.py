@@ -1,0 +1,225 @@
+"""What publishing a version costs. Each part prints a table; none asserts.
+
+    python tests/bench_artifacts.py steps                      bytes a step ships, 1-GiB models, lr 1e-6
+    python tests/bench_artifacts.py stall --gb 10              standstill of the trainer a snapshot
+    python tests/bench_artifacts.py server                     the store against the client it uses
+    python tests/bench_artifacts.py campaign --store ./runs    bytes that a finished campaign shipped
+
+``steps`` and ``stall`` take ``--device cuda``. Models are random; a step is a forward and a backward pass
+over random tokens with random advantages, and AdamW on float32 masters. The first step is the largest there
+is: Adam moves every weight by the learning rate. After some, moments average and moves shrink.
+"""
+
+import argparse
+import itertools
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+
+from tasks.artifacts.patch import apply_patch, make_patch
+from tasks.policy.snapshot import HostArena
+from tasks.policy.trainer import make_optimizer, token_logprobs_and_entropy
+
+COMMON = {"vocab_size": 32_000, "head_dim": 64, "tie_word_embeddings": True, "max_position_embeddings": 4096}
+DENSE = {"hidden_size": 1536, "num_hidden_layers": 14, "intermediate_size": 6144, "num_attention_heads": 24}
+MOE = {
+    "hidden_size": 1024, "num_hidden_layers": 5, "num_attention_heads": 16, "moe_intermediate_size": 512,
+    "num_experts": 64, "num_experts_per_tok": 4, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def make_model(kind: str, scale: float) -> PreTrainedModel:
+    """About ``scale`` GiB of bfloat16 weights."""
+    shape = dict(DENSE if kind == "dense" else MOE)
+    shape["num_hidden_layers"] = max(1, round(shape["num_hidden_layers"] * scale))
+    if scale < 0.5:
+        shape["hidden_size"] //= 2
+    heads = {"num_key_value_heads": shape["num_attention_heads"] // 4}
+    family = Qwen3Config if kind == "dense" else Qwen3MoeConfig
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(family(**COMMON, **shape, **heads), dtype=torch.float32)
+
+
+def rounded(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a checkpoint of the model holds."""
+    return {name: param.detach().to(torch.bfloat16).cpu() for name, param in model.named_parameters()}
+
+
+def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, seed: int, tokens: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    length = 512
+    ids = torch.randint(3, 32_000, (tokens // length, length), generator=generator).to(model.device)
+    advantage = torch.randn(tokens // length, 1, generator=generator).to(model.device)
+    logprob, _ = token_logprobs_and_entropy(model, ids, torch.ones_like(ids), 1.0)
+    (-(advantage * logprob).sum() / tokens).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def bench_steps(options: argparse.Namespace) -> None:
+    print("| model | GiB | step | elements changed | patch / full | make s/GB | apply s/GB | bit-equal |")
+    print("|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        for kind in ("dense", "moe"):
+            model = make_model(kind, options.scale).to(options.device)
+            optimizer = make_optimizer(model, lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+            save_file(rounded(model), folder / "old")
+            for number in range(1, options.steps + 1):
+                step(model, optimizer, number, options.tokens)
+                if number in (1, 2, 4, options.steps):
+                    measure_patch(folder, kind, number, rounded(model), options.threads)
+                save_file(rounded(model), folder / "old")
+            del model, optimizer
+
+
+def measure_patch(folder: Path, kind: str, number: int, new: dict[str, Tensor], threads: int) -> None:
+    from safetensors.torch import load_file
+
+    old = load_file(folder / "old")
+    changed = sum(int((old[n].view(torch.int16) != new[n].view(torch.int16)).sum()) for n in new)
+    share = changed / sum(tensor.numel() for tensor in new.values())
+    save_file(new, folder / "new")
+    size = (folder / "new").stat().st_size
+    makes, made = timed(lambda: make_patch(folder / "old", folder / "new", folder / "p", num_threads=threads))
+    patch = (folder / "p").stat().st_size if made else size
+    shutil.copyfile(folder / "old", folder / "rebuilt")
+    applies, _ = timed(lambda: apply_patch(folder / "p", folder / "rebuilt", num_threads=threads))
+    is_equal = (folder / "rebuilt").read_bytes() == (folder / "new").read_bytes()
+    print(
+        f"| {kind} | {size / 2**30:.2f} | {number} | {share:.2%} | {patch / size:.2%} | "
+        f"{makes / size * 1e9:.2f} | {applies / size * 1e9:.2f} | {is_equal} |",
+        flush=True,
+    )
+
+
+def bench_stall(options: argparse.Namespace) -> None:
+    """Weights on the device, copied to the arena; then a file of them loaded back and compared."""
+    device = torch.device(options.device)
+    tensors: dict[str, Tensor] = {}
+    left = int(options.gb * 1e9)
+    while left > 0:  # expert-sized tensors: 12.6 MB each
+        elements = min(left // 2 or 1, 2048 * 3072)
+        tensors[f"t{len(tensors):05d}"] = torch.randn(elements, device=device).to(torch.bfloat16)
+        left -= elements * 2
+    arena = HostArena(device)
+    reserve, _ = timed(lambda: (arena.reserve(int(options.gb * 1e9) + len(tensors) * 64), arena._reserving))
+    start = time.monotonic()
+    if arena._reserving is not None:
+        arena._reserving.result()
+    print(f"pinning in the background: {reserve + time.monotonic() - start:.2f} s")
+    print("| snapshot | GB | stall s | GB/s | stall s per 10 GB | equal to the live tensors |")
+    print("|---|---|---|---|---|---|")
+    for number in range(3):
+        for tensor in tensors.values():
+            tensor += 1
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        snapshot = arena.take(tensors.items())
+        is_equal = all(torch.equal(tensor.cpu(), snapshot.tensors[name]) for name, tensor in tensors.items())
+        gigabytes = snapshot.num_bytes / 1e9
+        print(
+            f"| {number} | {gigabytes:.2f} | {snapshot.seconds:.3f} | {gigabytes / snapshot.seconds:.1f} | "
+            f"{snapshot.seconds / gigabytes * 10:.3f} | {is_equal} |",
+            flush=True,
+        )
+
+
+def bench_server(options: argparse.Namespace) -> None:
+    """Alternating rounds: the client's own transfer of a file, and the store's with hashes and checks."""
+    from tasks.artifacts.store import open_store
+
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        store = open_store(str(folder / "store"), "bench", cache=folder / "cache")
+        size = options.mb << 20
+        seconds: dict[str, list[float]] = {}
+        for number in range(options.rounds):
+            path, raw = folder / f"file-{number}", folder / f"raw-{number}"
+            for target in (path, raw):
+                target.write_bytes(os.urandom(size))
+            runs: list[tuple[str, Callable[[], Any]]] = [
+                ("raw put", lambda raw=raw: store.bucket.upload(raw, f"raw/{raw.name}")),
+                ("store put", lambda path=path: store.put_file(path)),
+            ]
+            for label, run in runs if number % 2 else reversed(runs):
+                seconds.setdefault(label, []).append(timed(run)[0])
+            blob, stored = store.put_file(path), store.bucket.head(f"raw/{raw.name}")
+            assert stored is not None
+            found = f"raw/{raw.name}", stored.version_id, folder / "raw-target"
+            runs = [
+                ("raw get", lambda found=found: store.bucket.download(*found, size=size)),
+                ("store get", lambda blob=blob: store.cache.link("file", blob, folder / "links")),
+            ]
+            for label, run in runs if number % 2 else reversed(runs):
+                seconds.setdefault(label, []).append(timed(run)[0])
+        best = {label: size / 1e6 / min(values) for label, values in seconds.items()}
+        print(f"| {options.mb} MiB, best of {options.rounds} | MB/s | share of raw |\n|---|---|---|")
+        for label in ("raw put", "store put", "raw get", "store get"):
+            print(f"| {label} | {best[label]:.0f} | {best[label] / best['raw ' + label.split()[1]]:.0%} |")
+
+
+def bench_campaign(options: argparse.Namespace) -> None:
+    """Bytes that each version of a finished campaign added, and would have added whole."""
+    from tasks.artifacts.lineage import added_bytes
+    from tasks.artifacts.store import open_store
+    from tasks.experience.query import newest_lineage
+
+    store = open_store(options.store, newest_lineage(options.store, options.campaign))
+    manifests = store.history()
+    print("| version | weights, full | weights, added | share | everything added |\n|---|---|---|---|---|")
+    for before, manifest in itertools.pairwise(manifests):
+        weights = {n: f for n, f in manifest.files.items() if n.startswith("model-")}
+        old = {n: f for n, f in before.files.items() if n.startswith("model-")}
+        full = sum(file.size for file in weights.values())
+        added = added_bytes(
+            manifest.model_copy(update={"files": weights}), before.model_copy(update={"files": old})
+        )
+        print(
+            f"| {manifest.version} | {full:,} | {added:,} | {added / full:.1%} | "
+            f"{added_bytes(manifest, before):,} |"
+        )
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.monotonic()
+    result = run()
+    return time.monotonic() - start, result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("part", choices=["steps", "stall", "server", "campaign"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--scale", type=float, default=1.0, help="GiB of the models of `steps`")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=8192, help="a step")
+    parser.add_argument("--gb", type=float, default=1.0, help="of the snapshot of `stall`")
+    parser.add_argument("--mb", type=int, default=256, help="of the file of `server`")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--folder", help="for temporary files; default: the system's")
+    parser.add_argument("--store", default="./runs")
+    parser.add_argument("--campaign", default="laptop")
+    options = parser.parse_args()
+    where = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "CPU"
+    print(f"{options.part}: {where}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n")
+    parts = {
+        "steps": bench_steps, "stall": bench_stall, "server": bench_server, "campaign": bench_campaign,
+    }  # fmt: skip
+    parts[options.part](options)
+
+
+if __name__ == "__main__":
+    main()
