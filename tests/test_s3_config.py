@@ -1,4 +1,4 @@
-"""The bucket's files for a cluster: a real server takes them, and a role's policy allows what its code asks for."""
+"""The files of the bucket: a real server takes them, a policy allows what its code asks for."""
 
 import fnmatch
 import json

@@ -294,6 +294,8 @@ class Bucket:
             got = f"{status} {code} {error.response.get('Error', {}).get('Message', '')}".rstrip(" .")
             if code == "NoSuchBucket":
                 reason, advice = "no_bucket", "Create it with versioning, or correct checkpoint.store."
+            elif code in ("RequestTimeTooSkewed", "RequestExpired"):
+                reason, advice = "clock", "Set this machine's clock: S3 allows 15 minutes."
             elif status in (401, 403) or code in _CREDENTIAL_CODES:
                 reason, advice = "credentials", "Check the AWS credentials and their rights on the bucket."
             elif status >= 500 or status == 429:

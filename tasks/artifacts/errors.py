@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-Reason = Literal["unavailable", "unreachable", "no_bucket", "credentials"]
+Reason = Literal["unavailable", "unreachable", "no_bucket", "credentials", "clock"]
 
 
 class StoreError(RuntimeError):

@@ -1,0 +1,185 @@
+"""Snapshots and their storing: the bits of one moment, failures that fail the publication."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from families import saved, tiny_policy
+from publishing import failure, respond
+from ranks import run_ranks
+from test_weights import optimizer_of, train
+
+from tasks.artifacts.errors import UploadFailed
+from tasks.artifacts.store import PolicyStore, open_store
+from tasks.policy.dispatch import LocalDispatcher
+from tasks.policy.mesh import make_mesh
+from tasks.policy.model import load_policy
+from tasks.policy.snapshot import HostArena, bit_sum
+from tasks.policy.upload import ShardUpload, host_bytes
+from tasks.policy.weights import disk_tensors, tensor_digest
+
+CPU = torch.device("cpu")
+
+
+def test_a_snapshot_has_the_bits_of_its_moment_and_the_next_reuses_its_memory(monkeypatch):
+    monkeypatch.setattr("tasks.policy.snapshot.CHUNK_BYTES", 1000)
+    live = {
+        "a": torch.randn(33), "b": torch.randn(7, 5).bfloat16(), "step": torch.tensor(3),
+        "large": torch.ones(500), "empty": torch.empty(0, 4), "view": torch.arange(12.0).view(3, 4)[1:, :3],
+    }  # fmt: skip
+    arena = HostArena(CPU)
+    arena.reserve(3000)
+    expected = {name: tensor.clone() for name, tensor in live.items()}
+    snapshot = arena.take(live.items())
+    for tensor in live.values():
+        tensor += 1
+    assert all(torch.equal(snapshot.tensors[name], tensor) for name, tensor in expected.items())
+    assert snapshot.tensors["view"].is_contiguous()
+    assert snapshot.num_bytes == sum(tensor.nbytes for tensor in expected.values())
+    held = arena.num_bytes
+    again = arena.take(live.items())
+    assert arena.num_bytes == held and torch.equal(again.tensors["a"], live["a"])
+
+
+def test_the_sum_of_bits_tells_one_unit_in_the_last_place_and_a_sign_of_zero():
+    tensor = torch.randn(1001).bfloat16()
+    changed = tensor.clone()
+    changed.view(torch.int16)[500] += 1
+    assert bit_sum(tensor) != bit_sum(changed) and bit_sum(tensor) == bit_sum(tensor.clone())
+    assert bit_sum(torch.tensor([0.0])) != bit_sum(torch.tensor([-0.0]))
+    padded = torch.randn(9)  # a view that does not begin at eight bytes
+    assert bit_sum(padded[1:]) == bit_sum(padded[1:].clone())
+
+
+def make_trainee(folder: Path):
+    model = load_policy(saved(tiny_policy("qwen3_moe"), folder), dispatcher=LocalDispatcher())
+    optimizer = optimizer_of(model)
+    train(model, optimizer, make_mesh(1, 1), [1, 2])
+    return model, optimizer
+
+
+def on_one_rank(rank: int, world_size: int, folder: Path, address: str, campaign: str, check) -> None:
+    """A process group of one rank, as ``finish`` needs it."""
+    model, optimizer = make_trainee(folder / "policy")
+    store = open_store(address, campaign, cache=folder / "cache")
+    with ShardUpload(store, make_mesh(1, 1), HostArena(CPU), full_every=4) as upload:
+        check(model, optimizer, store, upload)
+
+
+def run_check(store_folder: Path, policy_store: PolicyStore, folder: Path, check) -> None:
+    (folder / "policy").mkdir()
+    run_ranks(on_one_rank, 1, folder, str(store_folder), policy_store.campaign, check)
+
+
+def check_background(model, optimizer, store, upload) -> None:
+    before = tensor_digest(disk_tensors(model, torch.bfloat16))
+    held, uploaded = threading.Event(), store.put_patched
+    store.put_patched = lambda *a, **k: (held.wait(30), uploaded(*a, **k))[1]
+    upload.start(model, optimizer, {}, dtype=torch.bfloat16)
+    assert not held.is_set()  # nothing is stored yet, and the trainer goes on
+    train(model, optimizer, make_mesh(1, 1), [3, 4])
+    held.set()
+    stored = upload.finish()
+    after = tensor_digest(disk_tensors(model, torch.bfloat16))
+    assert stored.tensor_digest == before != after
+    assert {"model.safetensors.index.json", "optimizer.safetensors.index.json"} <= stored.files.keys()
+
+
+def test_the_trainer_goes_on_while_the_snapshot_is_stored(store_folder, policy_store, tmp_path):
+    """Rows 1 and 3: an asynchronous save wrote weights of another step; a save took hours of the trainer."""
+    run_check(store_folder, policy_store, tmp_path, check_background)
+
+
+def check_second_waits(model, optimizer, store, upload) -> None:
+    uploaded, order = store.put_patched, []
+
+    def slow(path, parent, **options):
+        time.sleep(0.3)
+        order.append("stored")
+        return uploaded(path, parent, **options)
+
+    store.put_patched = slow
+    upload.start(model, optimizer, {}, dtype=torch.bfloat16)
+    take = upload._arena.take
+    upload._arena.take = lambda tensors: (order.append("second"), take(tensors))[1]
+    upload.start(model, optimizer, {}, dtype=torch.bfloat16)
+    assert order[:3] == ["stored", "stored", "second"]
+    upload.finish()
+
+
+def test_a_second_save_waits_for_the_first(store_folder, policy_store, tmp_path):
+    """Row 3: the host's memory holds one snapshot."""
+    run_check(store_folder, policy_store, tmp_path, check_second_waits)
+
+
+def check_failure(model, optimizer, store, upload) -> None:
+    import botocore.endpoint
+
+    botocore.endpoint.time.sleep = lambda seconds: None
+    respond(store, "PutObject", lambda request: failure(500, "InternalError"))
+    upload.start(model, optimizer, {}, dtype=torch.bfloat16)
+    with pytest.raises(UploadFailed, match=r"rank 0: StoreError: .* 500 InternalError"):
+        upload.finish()
+    assert store.head() is None
+
+
+def test_an_upload_that_fails_behind_the_trainer_fails_the_publication(store_folder, policy_store, tmp_path):
+    run_check(store_folder, policy_store, tmp_path, check_failure)
+
+
+def check_overwritten(model, optimizer, store, upload) -> None:
+    arena = upload._arena
+    take = arena.take
+
+    def torn(tensors):
+        snapshot = take(tensors)
+        snapshot.tensors["model:model.norm.weight"].add_(1)  # as a buffer's next user would
+        return snapshot
+
+    arena.take = torn
+    upload.start(model, optimizer, {}, dtype=torch.float32)
+    with pytest.raises(UploadFailed, match=r"StaleWeights: model\.norm\.weight in model-00001-of-00001"):
+        upload.finish()
+
+
+def test_a_file_that_differs_from_the_live_weights_is_never_published(store_folder, policy_store, tmp_path):
+    """Row 1: the stored weights equal the live tensors' bits at the step, or nothing is published."""
+    run_check(store_folder, policy_store, tmp_path, check_overwritten)
+
+
+def check_chain(model, optimizer, store, upload) -> None:
+    from publishing import manifest
+    from safetensors.torch import load_file
+
+    files, seen = {}, []
+    for version in range(3):
+        upload.start(model, optimizer, files, dtype=torch.bfloat16)
+        stored = upload.finish()
+        files = dict(stored.files)
+        store.commit(manifest(store, version, files, tensor_digest=stored.tensor_digest))
+        pulled = store.pull(version)
+        weights = load_file(pulled / "model-00001-of-00001.safetensors")
+        assert tensor_digest(weights.items()) == stored.tensor_digest
+        seen.append(tensor_digest(disk_tensors(model, torch.bfloat16)))
+        assert seen[-1] == stored.tensor_digest
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-6
+        train(model, optimizer, make_mesh(1, 1), [3 + version, 4])
+    assert len(set(seen)) == 3
+    assert len(files["model-00001-of-00001.safetensors"].patches) == 2
+
+
+def test_versions_stored_as_patches_have_the_live_weights_digest(store_folder, policy_store, tmp_path):
+    run_check(store_folder, policy_store, tmp_path, check_chain)
+
+
+def test_the_arena_is_reserved_for_all_that_a_rank_writes(tmp_path):
+    model, optimizer = make_trainee(tmp_path)
+    from tasks.policy.upload import _named
+
+    num_bytes = sum(tensor.nbytes for _, tensor in _named(model, optimizer, torch.bfloat16))
+    assert num_bytes <= host_bytes(model, torch.bfloat16)
