@@ -28,7 +28,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from tasks.artifacts.patch import apply_patch, make_patch
 from tasks.policy.snapshot import HostArena
-from tasks.policy.trainer import make_optimizer, token_logprobs_and_entropy
 
 COMMON = {"vocab_size": 32_000, "head_dim": 64, "tie_word_embeddings": True, "max_position_embeddings": 4096}
 DENSE = {"hidden_size": 1536, "num_hidden_layers": 14, "intermediate_size": 6144, "num_attention_heads": 24}
@@ -60,34 +59,36 @@ def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, seed: int, to
     length = 512
     ids = torch.randint(3, 32_000, (tokens // length, length), generator=generator).to(model.device)
     advantage = torch.randn(tokens // length, 1, generator=generator).to(model.device)
-    logprob, _ = token_logprobs_and_entropy(model, ids, torch.ones_like(ids), 1.0)
-    (-(advantage * logprob).sum() / tokens).backward()
+    logits = model(input_ids=ids).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    ((advantage * loss).sum() / tokens).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
 def bench_steps(options: argparse.Namespace) -> None:
-    print("| model | GiB | step | elements changed | patch / full | make s/GB | apply s/GB | bit-equal |")
-    print("|---|---|---|---|---|---|---|---|")
+    names = "model, GiB, step, changed, patch / full, make s/GB, apply s/GB, rebuilt equal, reloaded equal"
+    print(f"| {names.replace(', ', ' | ')} |")
+    print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         for kind in ("dense", "moe"):
             model = make_model(kind, options.scale).to(options.device)
-            optimizer = make_optimizer(model, lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0)
             save_file(rounded(model), folder / "old")
             for number in range(1, options.steps + 1):
                 step(model, optimizer, number, options.tokens)
                 if number in (1, 2, 4, options.steps):
-                    measure_patch(folder, kind, number, rounded(model), options.threads)
+                    measure_patch(folder, kind, number, model, options.threads)
                 save_file(rounded(model), folder / "old")
             del model, optimizer
 
 
-def measure_patch(folder: Path, kind: str, number: int, new: dict[str, Tensor], threads: int) -> None:
+def measure_patch(folder: Path, kind: str, number: int, model: PreTrainedModel, threads: int) -> None:
     from safetensors.torch import load_file
 
-    old = load_file(folder / "old")
+    old, new = load_file(folder / "old"), rounded(model)
     changed = sum(int((old[n].view(torch.int16) != new[n].view(torch.int16)).sum()) for n in new)
     share = changed / sum(tensor.numel() for tensor in new.values())
     save_file(new, folder / "new")
@@ -97,9 +98,11 @@ def measure_patch(folder: Path, kind: str, number: int, new: dict[str, Tensor], 
     shutil.copyfile(folder / "old", folder / "rebuilt")
     applies, _ = timed(lambda: apply_patch(folder / "p", folder / "rebuilt", num_threads=threads))
     is_equal = (folder / "rebuilt").read_bytes() == (folder / "new").read_bytes()
+    reloaded, live = load_file(folder / "rebuilt"), dict(model.named_parameters())
+    is_same = all(torch.equal(reloaded[n].to(p.device), p.detach().bfloat16()) for n, p in live.items())
     print(
         f"| {kind} | {size / 2**30:.2f} | {number} | {share:.2%} | {patch / size:.2%} | "
-        f"{makes / size * 1e9:.2f} | {applies / size * 1e9:.2f} | {is_equal} |",
+        f"{makes / size * 1e9:.2f} | {applies / size * 1e9:.2f} | {is_equal} | {is_same} |",
         flush=True,
     )
 
