@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tasks.artifacts.lineage import added_bytes
 from tasks.artifacts.manifest import Manifest
 from tasks.reporting import charts
 from tasks.reporting.agreement import agreement_section
@@ -271,18 +272,22 @@ def ledger_section(record: CampaignRecord) -> str:
 
 
 def lineage_section(manifests: list[Manifest]) -> str:
-    rows = []
+    rows, by_version = [], {manifest.version: manifest for manifest in manifests}
     for m in manifests[-MAX_ROWS:]:
-        size = sum(blob.size for blob in m.files.values())
-        numbers = (m.version, "" if m.parent is None else m.parent, m.iteration, len(m.files), f"{size:,}")
+        size, parent = sum(file.size for file in m.files.values()), by_version.get(m.parent or 0)
+        added = added_bytes(m, None if m.parent is None else parent)
+        numbers = (
+            m.version, "" if m.parent is None else m.parent, m.iteration, len(m.files), f"{size:,}",
+            f"{added:,}",
+        )  # fmt: skip
         batch = _code(m.batch, shown=Path(m.batch).stem[:13])
         rows.append((
             *numbers, m.kind.replace("_", " "), _code(m.tensor_digest), _code(m.config_digest),
             _code(m.code_revision, shown=m.code_revision[:20]), batch, f"{m.created:%Y-%m-%d %H:%M:%S}",
         ))  # fmt: skip
-    head = "version, parent, iterations, files, bytes, kind, tensors, config, code, batch, created (UTC)"
+    head = "version, parent, iterations, files, bytes, added, kind, tensors, config, code, batch, UTC"
     text = "Each version names what it was made from; digests are cut, whole on hover." + _left_out(manifests)
-    return _section("Lineage", text, charts.table(head.split(", "), rows, text_columns=range(5, 11)))
+    return _section("Lineage", text, charts.table(head.split(", "), rows, text_columns=range(6, 12)))
 
 
 # Below: pieces of the sections
