@@ -43,67 +43,10 @@ class Proxy:
     def __init__(self, target: str) -> None:
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
-        host = urlsplit(target).netloc
-        outer = self
+        self.host = urlsplit(target).netloc
+        handler = type("Handler", (_Handler,), {"proxy": self})
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def serve(self) -> None:
-                outer.requests.append((self.command, self.path))
-                fault = next((f for f in outer.faults if f.strikes(self.command, self.path)), None)
-                kind = fault.kind if fault else ""
-                length = int(self.headers.get("Content-Length") or 0)
-                if kind == "reset":
-                    self.rfile.read(length // 2)
-                    return self.abort()
-                if fault and kind == "slow":
-                    time.sleep(fault.seconds)
-                body = self.rfile.read(length)
-                if fault and kind == "error":
-                    text = f"<Error><Code>{fault.code}</Code><Message>by the proxy</Message></Error>"
-                    return self.answer(fault.status, {}, b"" if self.command == "HEAD" else text.encode())
-                upstream = http.client.HTTPConnection(host, timeout=60)
-                upstream.request(self.command, self.path, body, dict(self.headers))
-                response = upstream.getresponse()
-                data = response.read()
-                upstream.close()
-                if kind == "lost":
-                    return self.abort()
-                self.answer(response.status, dict(response.headers), data, cut=kind == "cut")
-
-            def answer(self, status: int, headers: dict, data: bytes, *, cut: bool = False) -> None:
-                self.send_response_only(status)
-                hop = {"transfer-encoding", "connection", "content-length"}
-                length = headers.get("Content-Length") if self.command == "HEAD" else len(data)
-                for name, value in headers.items():
-                    if name.lower() not in hop:
-                        self.send_header(name, value)
-                self.send_header("Content-Length", str(length or 0))
-                self.end_headers()
-                self.wfile.write(data[: len(data) // 2] if cut else b"" if self.command == "HEAD" else data)
-                if cut:
-                    self.abort()
-
-            def abort(self) -> None:
-                self.wfile.flush()
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                self.connection.close()
-                self.close_connection = True
-
-            def handle(self) -> None:
-                with contextlib.suppress(OSError, ValueError):  # the connection broken on purpose
-                    super().handle()
-
-            def finish(self) -> None:
-                with contextlib.suppress(OSError, ValueError):
-                    super().finish()
-
-            def log_message(self, format: str, *args: object) -> None: ...
-
-            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = serve
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
@@ -117,3 +60,62 @@ class Proxy:
 
     def count(self, matches: Callable[[str, str], bool]) -> int:
         return sum(matches(*request) for request in self.requests)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    proxy: Proxy
+    protocol_version = "HTTP/1.1"
+
+    def serve(self) -> None:
+        self.proxy.requests.append((self.command, self.path))
+        fault = next((f for f in self.proxy.faults if f.strikes(self.command, self.path)), None)
+        kind = fault.kind if fault else ""
+        length = int(self.headers.get("Content-Length") or 0)
+        if kind == "reset":
+            self.rfile.read(length // 2)
+            return self.abort()
+        if fault and kind == "slow":
+            time.sleep(fault.seconds)
+        body = self.rfile.read(length)
+        if fault and kind == "error":
+            text = f"<Error><Code>{fault.code}</Code><Message>by the proxy</Message></Error>"
+            return self.answer(fault.status, {}, b"" if self.command == "HEAD" else text.encode())
+        upstream = http.client.HTTPConnection(self.proxy.host, timeout=60)
+        upstream.request(self.command, self.path, body, dict(self.headers))
+        response = upstream.getresponse()
+        data = response.read()
+        upstream.close()
+        if kind == "lost":
+            return self.abort()
+        self.answer(response.status, dict(response.headers), data, cut=kind == "cut")
+
+    def answer(self, status: int, headers: dict, data: bytes, *, cut: bool = False) -> None:
+        self.send_response_only(status)
+        hop = {"transfer-encoding", "connection", "content-length"}
+        length = headers.get("Content-Length") if self.command == "HEAD" else len(data)
+        for name, value in headers.items():
+            if name.lower() not in hop:
+                self.send_header(name, value)
+        self.send_header("Content-Length", str(length or 0))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if cut else b"" if self.command == "HEAD" else data)
+        if cut:
+            self.abort()
+
+    def abort(self) -> None:
+        self.wfile.flush()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the connection broken on purpose
+            super().handle()
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            super().finish()
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = serve
