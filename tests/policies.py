@@ -18,7 +18,7 @@ SHAPE = {
 
 
 def save_tiny_policy(
-    folder: Path, *, family: str = "qwen3_moe", seed: int = 0, sharpness: float = 1.0
+    folder: Path, *, family: str = "qwen3_moe", seed: int = 0, sharpness: float = 1.0, head_dim: int = 16
 ) -> Path:
     """A random policy with the character tokenizer, as a Hugging Face folder.
 
@@ -26,7 +26,11 @@ def save_tiny_policy(
     likely token then stands clear of what half precision rounds.
     """
     tokenizer = character_tokenizer()
-    shape = SHAPE | ({"num_kv_heads": SHAPE["num_heads"]} if family == "deepseek_v3" else {})
+    shape = (
+        SHAPE
+        | {"head_dim": head_dim}
+        | ({"num_kv_heads": SHAPE["num_heads"]} if family == "deepseek_v3" else {})
+    )
     model = build_random(
         family,
         vocab_size=len(tokenizer),
