@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_engine import AbortsAfter
+from test_embedded_engine import AbortsAfter
 from test_experience import group, item, make
 from test_worker import GROUP_SIZE, buffer, folder, member, published, put
 
