@@ -33,6 +33,14 @@ def folder(tmp_path_factory):
     return save_tiny_policy(tmp_path_factory.mktemp("policy"))
 
 
+def kill_server(folder):
+    """SIGKILL for whatever has the folder in its command line: the server, or the guard it ends with."""
+    found = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True).stdout.split()
+    assert found
+    for pid in found:
+        os.kill(int(pid), signal.SIGKILL)
+
+
 def test_an_unknown_argument_of_the_installed_version_ends_the_launch_with_its_name(
     folder, tmp_path, monkeypatch
 ):
@@ -49,9 +57,7 @@ def test_a_killed_server_is_replaced_by_the_next_load(folder, tmp_path):
 
     engine = start_sglang(tmp_path / "server")
     engine.load(folder, 1)
-    found = subprocess.run(["pgrep", "-f", str(tmp_path / "server")], capture_output=True, text=True).stdout
-    for pid in found.split():
-        os.kill(int(pid), signal.SIGKILL)
+    kill_server(tmp_path / "server")
     with pytest.raises(SglangError, match=r"broke off|no SGLang server"):
         engine.generate(REQUESTS, PARAMS)
     engine.load(folder, 2)
@@ -93,11 +99,7 @@ def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, tmp
         engine.load(folder, 1)
         time.sleep(5)  # the router has met its workers
         long = SamplingParams(max_new_tokens=200, temperature=1.0, top_p=1.0, stop_ids=frozenset())
-        pids = subprocess.run(
-            ["pgrep", "-f", f"--port {urls[0].rsplit(':')[-1]}"], capture_output=True, text=True
-        )
-        victim = int(pids.stdout.split()[0])
-        timer = threading.Timer(1.0, os.kill, (victim, signal.SIGKILL))
+        timer = threading.Timer(1.0, kill_server, (tmp_path / "a",))
         timer.start()
         groups = engine.generate(REQUESTS * 4, long)
         assert [len(c.response_ids) for group in groups for c in group] == [200] * 64
