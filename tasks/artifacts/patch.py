@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import pyarrow as pa
+import zstandard
 from numpy.typing import NDArray
 
 from tasks.artifacts.errors import CorruptArtifact
@@ -31,7 +31,6 @@ BLOCK_BYTES = 16 << 20
 """Of a tensor, compared and compressed together; a thread holds a few times as much."""
 DENSE_SHARE = 0.25
 _ESCAPE = 255
-_CODEC = "zstd"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +146,7 @@ def _encode(
         raw.append(_pack_gaps(changed))
         old, new = old[changed], new[changed]
     raw += list(_zigzag(new - old).view(np.uint8).reshape(-1, block.width).T)
-    streams = [pa.compress(np.ascontiguousarray(part), codec=_CODEC, asbytes=True) for part in raw]
+    streams = [_compress(np.ascontiguousarray(part).data) for part in raw]
     entry = {
         "tensor": block.tensor,
         "start": block.start,
@@ -181,8 +180,7 @@ def _decompressed(
 ) -> list[NDArray[np.uint8]]:
     raw = []
     for length, size in sizes:
-        stream = pa.py_buffer(data[offset : offset + length])
-        raw.append(np.frombuffer(pa.decompress(stream, size, codec=_CODEC), np.uint8))
+        raw.append(np.frombuffer(_decompress(data[offset : offset + length], size), np.uint8))
         offset += length
     return raw
 
@@ -224,7 +222,7 @@ def _unpack_gaps(packed: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 def _assemble(entries: list[dict[str, Any]], size: int, body: Path, patch: Path) -> None:
     text = json.dumps({"size": size, "blocks": entries}).encode()
-    header = pa.compress(text, codec=_CODEC, asbytes=True)
+    header = _compress(text)
     with patch.open("wb") as file, body.open("rb") as streams:
         file.write(MAGIC + struct.pack("<QQ", len(header), len(text)) + header)
         _copy(streams, file)
@@ -241,5 +239,20 @@ def _header(patch: Path, data: NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
         raise CorruptArtifact(f"{patch} must be a patch, got a file that does not begin like one.")
     first = len(MAGIC) + 16
     length, size = struct.unpack("<QQ", bytes(data[len(MAGIC) : first]))
-    text = pa.decompress(pa.py_buffer(data[first : first + length]), size, codec=_CODEC)
+    text = _decompress(data[first : first + length], size)
     return json.loads(bytes(text)), first + length
+
+
+def _compress(data: bytes | memoryview) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(data)  # an object a call: they are not for sharing
+
+
+def _decompress(data: NDArray[np.uint8], size: int) -> bytes:
+    """The ``size`` bytes of a stream; ``ValueError`` if they are not what was compressed."""
+    try:
+        raw = zstandard.ZstdDecompressor().decompress(data.data, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a stream of {size} bytes cannot be read: {error}") from None
+    if len(raw) != size:
+        raise ValueError(f"a stream must hold {size} bytes, got {len(raw)}")
+    return raw
