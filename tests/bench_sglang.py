@@ -57,7 +57,7 @@ def start_server(config: SglangConfig, folder: Path, scratch: Path) -> tuple[sub
     dtype = "bfloat16" if config.device == "cuda" else "float32"
     arguments = server_arguments(config, model=folder, version=0, dtype=dtype, port=port, routing=False)
     arguments.remove("--skip-tokenizer-init")
-    environment = LaunchedServer(config, scratch, dtype=dtype, routing=False)._environment()
+    environment = LaunchedServer(config, scratch, dtype=dtype, routing=False).environment()
     with (scratch / "server.log").open("wb") as log:
         command = [config.python, "-m", "sglang.launch_server", *arguments]
         server = subprocess.Popen(command, stdout=log, stderr=log, cwd=scratch, env=environment)
@@ -92,7 +92,7 @@ def theirs(config: SglangConfig, url: str, folder: Path, scratch: Path, num_prom
         "--logprob-start-len", "-1", "--disable-stream", "--disable-tqdm", "--temperature", "1.0", "--seed",
         str(time.time_ns() % 2**31), "--output-file", str(report),
     ]  # fmt: skip
-    environment = LaunchedServer(config, scratch, dtype="bfloat16", routing=False)._environment()
+    environment = LaunchedServer(config, scratch, dtype="bfloat16", routing=False).environment()
     done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-3000:])

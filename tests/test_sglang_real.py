@@ -3,11 +3,13 @@
 They need an interpreter that has sglang (see ``test_engine.py``) and minutes: each starts servers of its own.
 """
 
+import json
 import os
 import signal
 import subprocess
 import threading
 import time
+import urllib.request
 from dataclasses import replace
 
 import numpy as np
@@ -39,6 +41,20 @@ def kill_server(folder):
     assert found
     for pid in found:
         os.kill(int(pid), signal.SIGKILL)
+
+
+def wait_for_router(url, log):
+    """Until it has met both of its workers."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        try:
+            with urllib.request.urlopen(f"{url}/workers", timeout=5) as response:
+                if len(json.load(response)["workers"]) == 2:
+                    return
+        except OSError:
+            pass
+        time.sleep(0.5)
+    pytest.fail(log.read_text()[-2000:])
 
 
 def test_an_unknown_argument_of_the_installed_version_ends_the_launch_with_its_name(
@@ -91,13 +107,19 @@ def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, tmp
     port = 29_000 + os.getpid() % 1_000
     command = [config.python, "-m", "sglang_router.launch_router", "--host", HOST, "--port", str(port)]
     with (tmp_path / "router.log").open("wb") as log:
-        router = subprocess.Popen([*command, "--worker-urls", *urls], stdout=log, stderr=log, cwd=tmp_path)
+        router = subprocess.Popen(
+            [*command, "--worker-urls", *urls],
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
+            env=servers[0].environment(),
+        )
     try:
         changes = {"urls": urls, "router_url": f"http://{HOST}:{port}", "startup_seconds": 60.0}
         fleet = Fleet(config.model_copy(update=changes), dtype=dtype, folder=tmp_path)
         engine = fleet.view()
         engine.load(folder, 1)
-        time.sleep(5)  # the router has met its workers
+        wait_for_router(f"http://{HOST}:{port}", tmp_path / "router.log")
         long = SamplingParams(max_new_tokens=200, temperature=1.0, top_p=1.0, stop_ids=frozenset())
         timer = threading.Timer(1.0, kill_server, (tmp_path / "a",))
         timer.start()

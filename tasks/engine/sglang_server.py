@@ -75,7 +75,7 @@ class LaunchedServer:
                 routing=self.routing,
             )  # fmt: skip
             python = self.config.python or sys.executable
-            return Launch(argv=[python, "-m", "sglang.launch_server", *arguments], env=self._environment())
+            return Launch(argv=[python, "-m", "sglang.launch_server", *arguments], env=self.environment())
 
         server = Server(
             name="SGLang",
@@ -92,7 +92,7 @@ class LaunchedServer:
     def stop(self) -> None:
         leave(self.folder, deadline_s=STOP_SECONDS)
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """Ours without PYTHONPATH, which would put this project's folders before the server's packages."""
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if self.config.device == "cpu" else {}
