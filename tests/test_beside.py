@@ -40,9 +40,12 @@ def make_bench(
         rejected={}, metrics={}, seconds={}, sealed_at=0.0,
     )  # fmt: skip
 
+    earlier = {id(found) for found in gc.get_objects() if issubclass(type(found), PreTrainedModel)}
+
     def load(folder: Path, *, head: Any = "tokens") -> PreTrainedModel:
         gc.collect()
-        assert not [found for found in gc.get_objects() if isinstance(found, PreTrainedModel)]
+        models = [found for found in gc.get_objects() if issubclass(type(found), PreTrainedModel)]
+        assert not [found for found in models if id(found) not in earlier], "of another test, or of this one"
         return load_policy(folder, dispatcher=LocalDispatcher(), head=head)
 
     def nothing(*_: Any) -> Any:
