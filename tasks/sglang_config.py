@@ -52,7 +52,8 @@ class SglangConfig(Section):
     request_seconds: float = Field(default=1800.0, gt=0)
     """A request that takes longer is aborted and named."""
     max_failures: int = Field(default=3, ge=1)
-    """Failures in a row after which a server is restarted, or given up if it is not ours."""
+    """Tries of a request, and failures in a row of a server, after which the one is an error and the other is
+    out of service; the next version restarts it if it is ours."""
     in_flight: Literal["finish", "abort"] = "finish"
     """Requests that still run when another version is loaded: they ``finish`` on the old weights first, or
     ``abort`` and are resumed or redone under the new ones."""

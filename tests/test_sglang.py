@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sglang import Fleet
 from tasks.engine.sglang_client import SglangError
-from tasks.engine.sglang_format import completion, request_body
+from tasks.engine.sglang_format import completion, request_body, single_bodies
 from tasks.engine.sglang_model import served_folder
 from tasks.engine.sglang_server import server_arguments
 from tasks.rollout_config import RolloutConfig
@@ -136,6 +136,14 @@ def test_a_request_carries_seeds_stop_ids_and_what_is_to_be_returned():
     assert first["top_k"] == 54 and body["return_sampling_mask"], (
         "its renormalised values need a finite top_k"
     )
+
+
+def test_through_the_router_each_sample_is_a_request_of_its_own():
+    body = request_body(REQUESTS[0], ["a", "b", "c", "d"], PARAMS, vocab_size=54)
+    parts = single_bodies(body)
+    assert [part["rid"] for part in parts] == ["a", "b", "c", "d"]
+    assert all(part["input_ids"] == [2, 9, 10, 11, 3] and part["return_logprob"] for part in parts)
+    assert [part["sampling_params"]["sampling_seed"] for part in parts] == [0, 1, 2, 3]
 
 
 def answer(**meta):

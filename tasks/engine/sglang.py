@@ -21,7 +21,7 @@ from typing import Any
 
 from tasks.engine.protocol import Completion, Request, SamplingParams
 from tasks.engine.sglang_client import Address, Budget, Client, Loop, SglangError
-from tasks.engine.sglang_format import completion, request_body
+from tasks.engine.sglang_format import completion, request_body, single_bodies
 from tasks.engine.sglang_model import files_identity, routing_shape, served_folder, vocabulary
 from tasks.engine.sglang_server import LaunchedServer
 from tasks.sglang_config import SglangConfig
@@ -133,20 +133,29 @@ class Fleet:
         count = len(body["rid"])
         await self.budget.take(count)
         try:
-            while True:
+            for tries_left in reversed(range(self.config.max_failures)):
                 address = self._choose()
                 address.num_sequences += count
                 try:
-                    answers = await self.client.generate(self.config.router_url or address.url, body)
+                    answers = await self._post(address, body)
                     address.failures = 0
                     return answers
                 except SglangError:
-                    if not await self._survives(address):
+                    if not await self._survives(address) or not tries_left:
                         raise
                 finally:
                     address.num_sequences -= count
+            raise AssertionError("the last try returns or raises")
         finally:
             await self.budget.give(count)
+
+    async def _post(self, address: Address, body: dict[str, Any]) -> list[dict[str, Any]]:
+        if not self.config.router_url:
+            return await self.client.generate(address.url, body)
+        parts = await asyncio.gather(
+            *(self.client.generate(self.config.router_url, part) for part in single_bodies(body))
+        )
+        return [answer for part in parts for answer in part]
 
     def _choose(self) -> Address:
         serving = [address for address in self.addresses if not address.is_out]
@@ -157,12 +166,14 @@ class Fleet:
         return min(serving, key=lambda address: address.num_sequences)
 
     async def _survives(self, address: Address) -> bool:
-        """After a failure: whether another try makes sense. Every server is asked, since behind a router the
-        one that failed need not be the one that was chosen; one without an answer is out of service."""
-        address.failures += 1
+        """After a failure: whether another try makes sense. Every server is asked, and one without an answer
+        is out of service. Behind a router the one that failed need not be the one that was chosen, so none is
+        blamed beyond that."""
         await asyncio.gather(*(self._ask(other) for other in self.addresses if not other.is_out))
-        if address.failures >= self.config.max_failures:
-            await self._take_out(address)
+        if not self.config.router_url:
+            address.failures += 1
+            if address.failures >= self.config.max_failures:
+                await self._take_out(address)
         return any(not other.is_out for other in self.addresses)
 
     async def _ask(self, address: Address) -> None:

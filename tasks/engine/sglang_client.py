@@ -78,15 +78,16 @@ class Client:
         return self._session
 
     async def generate(self, url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The answers of a list request, in order.
+        """The answers of a request in order, one for a single sample.
 
         Raises:
             SglangError: the server refused, the connection broke, or the deadline passed; names request and
                 server.
         """
-        name = body["rid"][0]
+        name = body["rid"] if isinstance(body["rid"], str) else body["rid"][0]
         try:
-            return await self._post(f"{url}/generate", body, self.request_seconds)
+            answer = await self._post(f"{url}/generate", body, self.request_seconds)
+            return answer if isinstance(answer, list) else [answer]
         except TimeoutError:
             raise SglangError(
                 f"request {name} must end within rollout.sglang.request_seconds={self.request_seconds:g} on "

@@ -39,6 +39,16 @@ def request_body(
     }
 
 
+def single_bodies(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """A list request as one request a sample: SGLang's router takes no list of names."""
+    lists = ("rid", "input_ids", "sampling_params")
+    shared = {name: value for name, value in body.items() if name not in lists}
+    return [
+        shared | dict(zip(lists, values, strict=True))
+        for values in zip(*(body[n] for n in lists), strict=True)
+    ]
+
+
 def completion(answer: dict[str, Any], *, routing_shape: tuple[int, int]) -> Completion:
     """The sampled ids, end token included, as the server reports them; nothing is tokenised again.
 
