@@ -46,7 +46,7 @@ RUN --mount=type=bind,source=pyproject.toml,target=/build/pyproject.toml \
     && rm -rf /wheels /requirements.txt /constraints.txt \
     && python /build/verify.py torch=2.12.1 nccl=2.31.2 deep_ep=2.0.0 \
         --plugin /opt/amazon/ofi-nccl/lib64/libnccl-net-ofi.so \
-        --extension "$(python -c 'import importlib.util as u; print(u.find_spec("deep_ep_cpp").origin)')"
+        --extension "$(python -c 'import importlib.util as u, pathlib as p; print(next(p.Path(u.find_spec("deep_ep").origin).parent.glob("_C*.so")))')"
 
 ENV LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib64:/opt/amazon/efa/lib64:${LD_LIBRARY_PATH} \
     PYTHONPATH=/root:/root/kernels \
