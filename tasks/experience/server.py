@@ -1,5 +1,6 @@
 """One Valkey server: reconnecting within a deadline, waiting for room, refusing unfit servers."""
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from valkey.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ConnectionError,
+    NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     TimeoutError,
@@ -18,10 +20,12 @@ from valkey.retry import Retry
 
 from tasks.experience import scripts
 from tasks.experience.errors import BufferFull, BufferUnreachable, ServerUnfit
+from tasks.experience.packing import Packer
 
 _TRANSIENT = (ConnectionError, TimeoutError, ReadOnlyError)
 # ConnectionErrors to the client, but waiting is no cure.
 _PERMANENT = (AuthenticationError, AuthorizationError)
+_COMMAND = 64 << 10  # bytes of values in one command
 _OLDEST_VERSION = 7  # before: XCLAIM hands out deleted entries, and scripts fail half-way without memory
 
 
@@ -34,13 +38,17 @@ class Server:
         # The client's own retry nests (connect inside command), which squares the wait; ours has one
         # deadline.
         self.client: Any = valkey.Valkey.from_url(
-            url, retry=Retry(NoBackoff(), 0), socket_timeout=30.0, socket_connect_timeout=5.0
+            url,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=30.0,
+            socket_connect_timeout=5.0,
+            command_packer=Packer(),
         )
         options = self.client.connection_pool.connection_kwargs
         # Never the URL itself: it may hold the password.
         self.address = options.get("path") or f"{options.get('host')}:{options.get('port')}"
         self._scripts = {
-            name: self.client.register_script(scripts.PRELUDE + text) for name, text in scripts.ALL.items()
+            name: self.client.register_script(script.text) for name, script in scripts.ALL.items()
         }
 
     def call(self, command: Callable[[], Any]) -> Any:
@@ -71,8 +79,42 @@ class Server:
     def read(self, command: str, *arguments: Any) -> Any:
         return self.call(lambda: getattr(self.client, command)(*arguments))
 
-    def run(self, script: str, keys: Sequence[str], argv: Sequence[Any]) -> Any:
+    def run(self, script: str, keys: Sequence[str | bytes], argv: Sequence[Any]) -> Any:
         return self.call(lambda: self._scripts[script](keys=keys, args=argv))
+
+    def run_with_values(
+        self, script: str, keys: Sequence[str | bytes], argv: Sequence[Any], key: str, values: Sequence[bytes]
+    ) -> Any:
+        """Put ``values`` into the hash at ``key``, then run the script, in one round trip but not atomically.
+
+        The script's first argument is a token, and the nth value's field is "token/n". The script must look
+        whether all are there and delete those that it does not adopt. Each try has its own token: a try whose
+        answer was lost and the next one share no field. Whoever dies on the way leaves fields that nobody
+        adopts.
+        """
+
+        def attempt() -> Any:
+            token, size = secrets.token_hex(8), 0
+            pipe, fields = self.client.pipeline(transaction=False), [{}]
+            for n, value in enumerate(values, start=1):
+                if size > _COMMAND:  # one command of many large values would hold all of them twice
+                    fields.append({})
+                    size = 0
+                fields[-1][f"{token}/{n}"] = value
+                size += len(value)
+            for mapping in fields:
+                pipe.hset(key, mapping=mapping)
+            pipe.evalsha(self._scripts[script].sha, len(keys), *keys, token, *argv)
+            replies = pipe.execute(raise_on_error=False)
+            if not (failed := [reply for reply in replies if isinstance(reply, Exception)]):
+                return replies[-1]
+            self.client.hdel(key, *(name for mapping in fields for name in mapping))
+            if isinstance(replies[-1], NoScriptError):  # a server that restarted
+                self.client.script_load(self._scripts[script].script)
+                return attempt()
+            raise failed[0]
+
+        return self.call(attempt)
 
     def when_room(self, what: str, attempt: Callable[[], Any], *, timeout_seconds: float) -> Any:
         """Call ``attempt`` until it gives a value. None, or a server out of memory, means "full, wait"."""

@@ -12,11 +12,12 @@ from tasks.experience.errors import (
     ShardMismatch,
     WorkerBarred,
 )
+from tasks.experience.prelude import CAMPAIGN_KEYS
 from tasks.experience.records import WorkItem
 from tasks.experience.server import Server
 
-Taken = tuple[int, str, int, dict[bytes, bytes]]
-"""(shard, entry, attempt, fields) of what a consumer was handed."""
+Taken = tuple[int, str, bytes]
+"""(shard, head, payload) of what a consumer was handed; the head's values are in the script's order."""
 
 
 class Shards:
@@ -30,6 +31,7 @@ class Shards:
         self.campaign = campaign
         self.servers = [Server(url, reconnect_seconds=reconnect_seconds, revive=revive) for url in urls]
         self.numbers = range(len(self.servers))
+        self._key_lists: dict[tuple[str, int], list[bytes]] = {}
 
     def of(self, item: WorkItem) -> int:
         return item.portion % len(self.servers)
@@ -48,9 +50,17 @@ class Shards:
         return [server.read(command, *arguments) for server in self.servers]
 
     def run(self, script: str, iteration: int, argv: Sequence[Any], shard: int) -> Any:
-        keys = [self.key(iteration, name) for name in scripts.KEY_NAMES]
-        keys += [self.campaign_key(name) for name in scripts.CAMPAIGN_KEYS]
-        return self.servers[shard].run(script, keys, argv)
+        return self.servers[shard].run(script, self._keys(script, iteration), argv)
+
+    def _keys(self, script: str, iteration: int) -> list[bytes]:
+        """KEYS of the script, encoded once: a scorer's time goes into small strings."""
+        if (keys := self._key_lists.get((script, iteration))) is None:
+            keys = [
+                (self.campaign_key(name) if name in CAMPAIGN_KEYS else self.key(iteration, name)).encode()
+                for name in scripts.ALL[script].key_names
+            ]
+            self._key_lists[script, iteration] = keys
+        return keys
 
     def run_for(self, item: WorkItem, script: str, argv: Sequence[Any]) -> Any:
         return self.run(script, item.iteration, argv, self.of(item))
@@ -99,10 +109,41 @@ class Shards:
                     f"got {reply[1]} deleted by somebody else (XTRIM, XDEL or eviction). Samples are lost: "
                     "run this iteration again."
                 )
-            for entry, attempt, fields in reply[2:]:
-                pairs = dict(zip(fields[::2], fields[1::2], strict=True))
-                taken.append((shard, entry.decode(), attempt, pairs))
+            heads = [head.decode() for head in reply[2::2]]
+            pairs = list(zip(heads, reply[3::2], strict=True))
+            if stream == "rollouts":
+                pairs = self._with_payloads(consumer, iteration, shard, pairs)
+            taken += [(shard, head, payload) for head, payload in pairs]
         return taken
+
+    def _with_payloads(
+        self, scorer: str, iteration: int, shard: int, pairs: list[tuple[str, bytes | None]]
+    ) -> list[tuple[str, bytes]]:
+        """Groups with the payloads that the script did not send, less those that another scorer took over and
+        scored meanwhile."""
+        unsent = [head for head, payload in pairs if payload is None]
+        key, found = self.key(iteration, "payloads"), {}
+        if unsent:
+            blobs = [head.split(" ", 3)[2] for head in unsent]
+            found = dict(zip(unsent, self.servers[shard].read("hmget", key, blobs), strict=True))
+        complete = []
+        for head, sent in pairs:
+            payload = found[head] if sent is None else sent
+            if payload is not None:
+                complete.append((head, payload))
+                continue
+            entry, attempt, blob, _ = head.split(" ", 3)
+            if self.run("renew", iteration, ["rollouts", scorer, entry, attempt], shard):
+                raise BufferDamaged(
+                    f"every payload of {key} must exist until its group is scored, got {blob} deleted by "
+                    "somebody else (HDEL or eviction). Samples are lost: run this iteration again."
+                )
+        return complete
+
+    def publish(self, item: WorkItem, argv: Sequence[Any], payloads: Sequence[bytes]) -> Any:
+        """The script ``publish``, behind the payloads of its groups."""
+        key, keys = self.key(item.iteration, "payloads"), self._keys("publish", item.iteration)
+        return self.servers[self.of(item)].run_with_values("publish", keys, argv, key, payloads)
 
     def refuse(self, reply: Sequence[Any], iteration: int, version: int | None, shard: int) -> None:
         """Raise what a negative first value of a reply stands for."""
