@@ -1,18 +1,29 @@
 """What the buffer costs: python tests/bench_buffer.py prints one table. 8 producers, 2 consumers, one server.
 
-Rows of one size: plain Valkey commands (XADD, XREADGROUP, XACK + XDEL in a pipeline) as the floor, the
-buffer's publish, take and score, and the buffer with payloads in S3 objects, their keys in the stream. Then
-what renewals cost while 1,000 workers hold leases. Producers and consumers are processes: threads would
-share an interpreter's lock.
+Rows of one size: plain Valkey commands as the floor, the buffer's publish, take and score, and the buffer
+with payloads in S3 objects, their keys in the stream. Then what renewals cost with 1,000 workers.
+
+The floor is what a plain queue that works needs: XADD, XREADGROUP, then XACK and XDEL, each in batches of 16.
+It leaves out all that the buffer is for: a sample published twice is two samples, nobody holds a lease and a
+late worker writes what it likes, an entry whose consumer died is never taken again, nothing bounds the memory
+or counts for a ledger, and the score goes nowhere (the buffer stores it in the same step as the XACK).
+
+Every way is run in short rounds in turn, and a round is compared with the floor's round beside it: by speed,
+which depends on what else the machine does, and by CPU seconds of server and clients, which hardly do.
+Producers and consumers are processes: threads would share an interpreter's lock.
 """
 
 import argparse
 import multiprocessing
+import os
 import platform
+import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,94 +41,172 @@ def open_buffer(url: str, campaign: str) -> ExperienceBuffer:
     return ExperienceBuffer(url, campaign, lease_seconds=600, max_attempts=9, capacity_bytes=1 << 40)
 
 
-def plain_put(url: str, name: str, number: int, each: int, size: int, store: str) -> None:
-    client, payload = valkey.Valkey.from_url(url), bytes(size)
-    for start in range(0, each, BATCH):
-        pipe = client.pipeline(transaction=False)
-        for n in range(start, start + BATCH):
-            pipe.xadd(name, {"id": f"{number}/{n}", "payload": payload})
-        pipe.execute()
+def plain_put(job: "Job", number: int) -> None:
+    client, payload = valkey.Valkey.from_url(job.url), bytes(job.size)
+    client.ping()
+    with job.measured():
+        for start in range(0, job.each, BATCH):
+            pipe = client.pipeline(transaction=False)
+            for n in range(start, start + BATCH):
+                pipe.xadd(job.name, {"id": f"{number}/{n}", "payload": payload})
+            pipe.execute()
 
 
-def plain_take(url: str, name: str, number: int, total: int, size: int, store: str) -> None:
-    client = valkey.Valkey.from_url(url)
-    while client.get(f"{name}:done") is None:
-        found: Any = client.xreadgroup("g", f"c{number}", {name: ">"}, count=BATCH, block=20)
-        if not found:
-            continue
-        entries = [entry for entry, _ in found[0][1]]
-        pipe = client.pipeline(transaction=False)
-        pipe.xack(name, "g", *entries)
-        pipe.xdel(name, *entries)
-        pipe.incrby(f"{name}:taken", len(entries))
-        if pipe.execute()[-1] >= total:
-            client.set(f"{name}:done", 1)
+def plain_take(job: "Job", number: int) -> None:
+    client = valkey.Valkey.from_url(job.url)
+    client.ping()
+    with job.measured():
+        while job.is_waiting():
+            found: Any = client.xreadgroup("g", f"c{number}", {job.name: ">"}, count=BATCH)
+            if not found:
+                time.sleep(0.002)
+                continue
+            entries = [entry for entry, _ in found[0][1]]
+            pipe = client.pipeline(transaction=False)
+            pipe.xack(job.name, "g", *entries)
+            pipe.xdel(job.name, *entries)
+            pipe.execute()
+            job.count(len(entries))
 
 
-def buffer_put(url: str, name: str, number: int, each: int, size: int, store: str) -> None:
-    buffer, payload = open_buffer(url, name), bytes(size)
-    objects = open_store(store, name) if store else None
+def buffer_put(job: "Job", number: int) -> None:
+    buffer, payload = open_buffer(job.url, job.name), bytes(job.size)
+    objects = open_store(job.store, job.name) if job.store else None
     (lease,) = buffer.lease(f"p{number}", iteration=0)
-    for start in range(0, each, BATCH):
-        groups = []
-        for n in range(start, start + BATCH):
-            body = payload
+    with job.measured():
+        for start in range(0, job.each, BATCH):
+            groups = []
+            for n in range(start, start + BATCH):
+                body = payload
+                if objects:
+                    body = f"blobs-{number}/{n}".encode()
+                    objects.replace_object(body.decode(), payload)
+                groups.append(Group(group_id=f"{number}/{n}", num_samples=1, payload=body))
+            buffer.publish(lease, groups)
+        buffer.settle(lease)
+
+
+def buffer_take(job: "Job", number: int) -> None:
+    buffer, scorer = open_buffer(job.url, job.name), f"c{number}"
+    objects = open_store(job.store, job.name) if job.store else None
+    buffer.outstanding(0)
+    with job.measured():
+        while job.is_waiting():
+            taken = buffer.take_rollouts(scorer, iteration=0, max_groups=BATCH)
+            if not taken:
+                time.sleep(0.002)
+                continue
             if objects:
-                body = f"blobs-{number}/{n}".encode()
-                objects.replace_object(body.decode(), payload)
-            groups.append(Group(group_id=f"{number}/{n}", num_samples=1, payload=body))
-        buffer.publish(lease, groups)
-    buffer.settle(lease)
+                for _, group in taken:
+                    objects.get_object(group.payload.decode())
+            scores = [
+                (handle, Group(group_id=group.group_id, num_samples=1, payload=b"1.0"))
+                for handle, group in taken
+            ]
+            job.count(buffer.publish_scored(scorer, 0, scores))
 
 
-def buffer_take(url: str, name: str, number: int, total: int, size: int, store: str) -> None:
-    buffer = open_buffer(url, name)
-    objects = open_store(store, name) if store else None
-    client = valkey.Valkey.from_url(url)
-    while client.get(f"{name}:done") is None:
-        taken = buffer.take_rollouts(f"c{number}", iteration=0, max_groups=BATCH)
-        if not taken:
-            time.sleep(0.002)
-            continue
-        if objects:
-            for _, group in taken:
-                objects.get_object(group.payload.decode())
-        scores = [
-            (handle, Group(group_id=group.group_id, num_samples=1, payload=b"1.0")) for handle, group in taken
-        ]
-        buffer.publish_scored(f"c{number}", 0, scores)
-        if client.incrby(f"{name}:taken", len(taken)) >= total:
-            client.set(f"{name}:done", 1)
+@dataclass(frozen=True, slots=True)
+class Cost:
+    samples_per_second: float
+    server_us: float
+    """CPU microseconds of the server for a sample."""
+    clients_us: float
+
+    @property
+    def cpu_us(self) -> float:
+        return self.server_us + self.clients_us
 
 
-def samples_per_second(
-    url: str, put: Callable[..., None], take: Callable[..., None], *, each: int, size: int, store: str = ""
-) -> float:
-    """Samples a second from the first put to the last one taken and settled."""
-    name, fork = f"bench-{uuid.uuid4().hex[:8]}", multiprocessing.get_context("fork")
-    client = valkey.Valkey.from_url(url)
-    if put is plain_put:
-        client.xgroup_create(name, "g", id="0", mkstream=True)
-    else:
-        items = [
-            WorkItem(iteration=0, portion=p, policy_version=0, num_groups=each, num_samples=each, payload=b"")
-            for p in range(PRODUCERS)
-        ]
-        open_buffer(url, name).put_work(items)
-    total = each * PRODUCERS
-    processes = [fork.Process(target=put, args=(url, name, n, each, size, store)) for n in range(PRODUCERS)]
-    processes += [
-        fork.Process(target=take, args=(url, name, n, total, size, store)) for n in range(CONSUMERS)
-    ]
-    start = time.monotonic()
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    seconds = time.monotonic() - start
-    assert int(client.get(f"{name}:taken") or 0) == total, "samples were lost or doubled"
-    client.flushall()
-    return total / seconds
+class Job:
+    """One round: what its processes do and what they spent. They begin together, once all are connected."""
+
+    def __init__(self, url: str, *, each: int, size: int, store: str) -> None:
+        self.url, self.each, self.size, self.store = url, each, size, store
+        self.name, self.fork = f"bench-{uuid.uuid4().hex[:8]}", multiprocessing.get_context("fork")
+        self._total = each * PRODUCERS
+        self._begin = self.fork.Barrier(PRODUCERS + CONSUMERS + 1)
+        self._taken, self._cpu = self.fork.Value("q", 0), self.fork.Value("d", 0.0)
+
+    def is_waiting(self) -> bool:
+        return self._taken.value < self._total
+
+    def count(self, samples: int) -> None:
+        with self._taken:
+            self._taken.value += samples
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        self._begin.wait()
+        before = os.times()
+        yield
+        after = os.times()
+        with self._cpu:
+            self._cpu.value += after.user + after.system - before.user - before.system
+
+    def run(self, put: Callable[["Job", int], None], take: Callable[["Job", int], None]) -> Cost:
+        client = valkey.Valkey.from_url(self.url)
+        if put is plain_put:
+            client.xgroup_create(self.name, "g", id="0", mkstream=True)
+        else:
+            open_buffer(self.url, self.name).put_work(
+                WorkItem(
+                    iteration=0,
+                    portion=p,
+                    policy_version=0,
+                    num_groups=self.each,
+                    num_samples=self.each,
+                    payload=b"",
+                )
+                for p in range(PRODUCERS)
+            )
+        processes = [self.fork.Process(target=put, args=(self, n)) for n in range(PRODUCERS)]
+        processes += [self.fork.Process(target=take, args=(self, n)) for n in range(CONSUMERS)]
+        for process in processes:
+            process.start()
+        before = server_seconds(client)
+        self._begin.wait(timeout=60)
+        start = time.monotonic()
+        for process in processes:
+            process.join()
+        seconds, server = time.monotonic() - start, server_seconds(client) - before
+        assert self._taken.value == self._total, "samples were lost or doubled"
+        client.flushall()
+        scale = 1e6 / self._total
+        return Cost(self._total / seconds, server * scale, self._cpu.value * scale)
+
+
+def server_seconds(client: valkey.Valkey) -> float:
+    spent: Any = client.info("cpu")
+    return spent["used_cpu_user"] + spent["used_cpu_sys"]
+
+
+def compare(url: str, folder: str, size: int, rates: Sequence[int], *, seconds: float, rounds: int) -> None:
+    """Prints a row a way. One short round of each after the other, so that a busy machine is so for all."""
+    ways = (
+        ("plain commands (floor)", plain_put, plain_take, rates[0], ""),
+        ("buffer", buffer_put, buffer_take, rates[0], ""),
+        ("buffer, payloads in S3", buffer_put, buffer_take, rates[1], folder),
+    )
+    costs: dict[str, list[Cost]] = {}
+    for _ in range(rounds):
+        for name, put, take, expected, store in ways:
+            each = max(BATCH, int(seconds * expected / PRODUCERS) // BATCH * BATCH)
+            costs.setdefault(name, []).append(Job(url, each=each, size=size, store=store).run(put, take))
+    floor = costs[ways[0][0]]
+    for name, found in costs.items():
+        rate = statistics.median(cost.samples_per_second for cost in found)
+        pairs = list(zip(found, floor, strict=True))
+        speed = [cost.samples_per_second / least.samples_per_second for cost, least in pairs]
+        thrift = [least.cpu_us / cost.cpu_us for cost, least in pairs]
+        print(
+            f"{size >> 10:>4} KiB  {name:<23} {rate:>8,.0f} {rate * size / 1e6:>6,.0f} "
+            f"{statistics.median(speed):>6.0%} ({min(speed):.0%}-{max(speed):.0%}) "
+            f"{statistics.median(thrift):>6.0%} ({min(thrift):.0%}-{max(thrift):.0%}) "
+            f"{statistics.median(cost.server_us for cost in found):>7.0f} "
+            f"{statistics.median(cost.clients_us for cost in found):>7.0f}",
+            flush=True,
+        )
 
 
 WORKERS, RENEWERS, RENEWALS = 1000, 8, 5
@@ -167,32 +256,18 @@ def renewal(url: str) -> tuple[float, float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=3.0, help="rough length of one measurement")
-    parser.add_argument("--rounds", type=int, default=3, help="the best round counts")
+    parser.add_argument("--seconds", type=float, default=1.0, help="rough length of one round")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of each way; medians are printed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         url = ensure_valkey(Path(folder))
         print(
-            f"{platform.machine()}, {multiprocessing.cpu_count()} cores, {PRODUCERS} producers, {CONSUMERS} "
-            "consumers"
+            f"{platform.machine()}, {multiprocessing.cpu_count()} cores, load {os.getloadavg()[0]:.0f}, "
+            f"{PRODUCERS} producers, {CONSUMERS} consumers, medians of {options.rounds} rounds"
         )
-        print(f"{'sample':>8}  {'way':<28} {'samples/s':>10} {'MB/s':>8} {'of floor':>9}")
-        for size, rate, s3_rate in ((8 << 10, 6000, 150), (256 << 10, 400, 100)):
-            ways = (
-                ("plain commands (floor)", plain_put, plain_take, rate, ""),
-                ("buffer", buffer_put, buffer_take, rate, ""),
-                ("buffer, payloads in S3", buffer_put, buffer_take, s3_rate, folder),
-            )
-            best: dict[str, float] = {}
-            for _ in range(options.rounds):  # one way after the other, so that a busy machine is so for all
-                for name, put, take, expected, store in ways:
-                    each = max(BATCH, int(options.seconds * expected / PRODUCERS) // BATCH * BATCH)
-                    found = samples_per_second(url, put, take, each=each, size=size, store=store)
-                    best[name] = max(found, best.get(name, 0.0))
-            floor = best[ways[0][0]]
-            for name, found in best.items():
-                line = f"{size >> 10:>4} KiB  {name:<28} {found:>10,.0f} {found * size / 1e6:>8,.0f}"
-                print(f"{line} {found / floor:>9.0%}", flush=True)
+        print(f"  sample  {'way':<23} {'samples/s MB/s':>15}  of floor: speed, CPU   CPU us: server, clients")
+        for size, rates in ((8 << 10, (6000, 150)), (256 << 10, (400, 100))):
+            compare(url, folder, size, rates, seconds=options.seconds, rounds=options.rounds)
         median, worst, rate, cpu = renewal(url)
         print(
             f"renewal by {WORKERS:,} workers with a connection each: median {median:.2f} ms, p99 "

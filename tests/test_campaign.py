@@ -180,6 +180,7 @@ def test_a_taken_port_is_one_clear_error(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # the reference run is in it when this test is run alone
 def test_a_disk_that_fills_up_stops_the_run_and_loses_nothing(reference, tmp_path):
     disk = tmp_path / "store"
     disk.mkdir()
