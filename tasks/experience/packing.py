@@ -21,9 +21,7 @@ class Packer:
 
     def pack(self, *args: str | bytes | int | float) -> list[bytes]:
         name, *rest = args
-        words = (
-            name.encode() if isinstance(name, str) else bytes(name)
-        ).split()  # "SCRIPT LOAD" is two words
+        words = (name if isinstance(name, bytes) else _text(name)).split()  # "SCRIPT LOAD" is two words
         parts, size, pieces = [b"*%d\r\n" % (len(words) + len(rest))], 0, []
         for value in (*words, *rest):
             data = value if isinstance(value, bytes) else _text(value)
