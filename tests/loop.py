@@ -23,6 +23,7 @@ from tasks.engine.embedded import EmbeddedEngine
 from tasks.engine.make import make_dialogue, sampling_params
 from tasks.engine.protocol import Request
 from tasks.environments.demonstrations import demonstrated
+from tasks.environments.health import reward_metrics
 from tasks.environments.make import make_environment
 from tasks.environments.scorer import Sample, make_scorer
 from tasks.experience.ledger import seed_of
@@ -147,6 +148,7 @@ class Loop:
         frame = self.sample(k, self.versions[-1 - age], version=k - age)
         exact = float(frame["is_exact"].mean())  # pyright: ignore[reportArgumentType]
         batch, _, metrics = assemble_frame(frame, self.config, iteration=k, policy_version=k)
+        metrics |= reward_metrics(frame)
         rows, algorithm = batch.rows(named=True), self.config.algorithm
         if algorithm.kl != "none":
             rows = with_column(rows, "reference_logprob", self._read(rows, self.reference))

@@ -21,6 +21,7 @@ from tasks import placement
 from tasks.config import CampaignConfig
 from tasks.records import CampaignRun, CampaignState, PolicyVersion
 from workflows import campaign
+from workflows.reward_model import reward_model
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = SerializationSettings(
@@ -53,9 +54,10 @@ def unrolled(entity, **inputs):
             return entity.dispatch_execute(ctx, literals)
 
 
-def edges(*, staleness, iterations=4, **schedule):
+def edges(*, staleness, iterations=4, reward=None, rollout=None, **schedule):
     """Node id -> all nodes it waits for, directly or through others."""
-    config = CampaignConfig(schedule={"iterations": iterations, "max_staleness": staleness, **schedule})
+    schedule = {"iterations": iterations, "max_staleness": staleness, **schedule}
+    config = CampaignConfig(schedule=schedule, reward=reward or {}, rollout=rollout or {})
     run = CampaignRun(config=config, lineage=1, code_revision="r")
     state = CampaignState(versions=[version(0)], iterations_done=0)
     spec = unrolled(campaign.unroll, run=run, state=state, until=iterations)
@@ -101,6 +103,16 @@ def test_an_iteration_is_prompts_generate_score_assemble_update_publish():
     assert mapped.id == "generate-0"
 
 
+@pytest.mark.parametrize("pool", ["tasks", "standing"])
+def test_scoring_that_overlaps_waits_for_the_prompts_and_not_for_the_workers(pool):
+    waits, spec = edges(staleness=0, iterations=2, reward={"overlap": True}, rollout={"pool": pool})
+    for k in range(2):
+        assert f"prompts-{k}" in waits[f"score-{k}"] and f"generate-{k}" not in waits[f"score-{k}"]
+        assert f"score-{k}" in waits[f"update-{k}"]
+        assert f"generate-{k}" in {node.id for node in spec.nodes}
+    assert "generate-0" in edges(staleness=0, iterations=1, rollout={"pool": pool})[0]["score-0"]
+
+
 def test_evaluations_follow_every_nth_version_and_the_last():
     waits, _ = edges(staleness=0, iterations=5, evaluate_every=2)
     assert {name for name in waits if name.startswith("evaluate")} == {
@@ -144,6 +156,7 @@ POOL_OF = {
     "tasks.prompts.offer_prompts": placement.CPU,
     "tasks.rollout.rollout_worker": placement.ROLLOUT,
     "tasks.reward.score": placement.REWARD,
+    "tasks.reward_model.train_reward_model": placement.REWARD,
     "tasks.buffer.assemble": placement.MEMORY,
     "tasks.train.update_policy_laptop_1x2": placement.TRAINER,
     "tasks.train.update_policy_cluster_16x8": placement.TRAINER,
@@ -168,6 +181,11 @@ def test_every_task_is_serialized_in_its_pool_with_its_pod_template():
         assert template.metadata.retries.retries == pool.retries
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
         assert ("/dev/shm" in mounts) == bool(pool.shared_memory)
+
+
+def test_a_reward_model_is_trained_by_one_task_on_the_reward_pool():
+    (node,) = get_serializable({}, SETTINGS, reward_model).template.nodes
+    assert node.task_node.reference_id.name == "tasks.reward_model.train_reward_model"
 
 
 def test_the_trainer_keeps_efa_hugepages_and_its_topology():
@@ -240,6 +258,7 @@ def package(tmp_path_factory):
 def test_packaging_needs_no_torch_and_includes_every_workflow(package):
     names = " ".join(package)
     parts = ("campaign.campaign", "campaign.segment", "moe_rl_segment", "update_policy_cluster_16x8")
+    parts += ("reward_model.reward_model", "tasks.reward_model.train_reward_model")
     for part in (*parts, "laptop", "one_node", "eks_grpo", "nightly"):
         assert part in names
 

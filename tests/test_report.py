@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from html import escape
 from pathlib import Path
@@ -21,6 +22,7 @@ from tasks.records import CampaignRun, Evaluation
 from tasks.reporting import charts, page, rollouts
 from tasks.reporting.agreement import agreement_section
 from tasks.reporting.collect import CampaignRecord
+from tasks.reporting.rewards import ALERTS, idle_section
 from tasks.schema import TrainFrame, make_frame
 
 if TYPE_CHECKING:
@@ -293,3 +295,41 @@ def test_what_routers_and_mismatch_did_is_shown_where_it_was_measured():
     assert "Router drift" in found and "0.125" in found and "0.0625" in found
     assert "60 of age 0, 24 of age 1" in found
     assert "Effective sample size" not in found and agreement_section([]) == ""
+
+
+def test_the_gap_between_a_learned_reward_and_the_truth_is_plotted_and_said() -> None:
+    campaign = record(2)
+    grown = ({"reward": 0.25, "truth/value": 0.125, "truth/gap": 0.125, "truth/correlation": 0.75,
+              "part/verifier": 0.125, "part/reward_model": -1.5, "part_failure/reward_model": 3.0},
+             {"reward": 0.875, "truth/value": 0.5, "truth/gap": 0.375, "truth/correlation": 0.25,
+              "part/verifier": 0.5, "part/reward_model": 2.5})  # fmt: skip
+    manifests = [manifest(0), *(manifest(v + 1, metrics=HEALTHY | grown[v]) for v in (0, 1))]
+    html = render(replace(campaign, manifests=manifests))
+    assert "verifier's word went from 0.125 to 0.5" in html
+    assert "gap (reward less truth) from 0.125 to 0.375" in html
+    assert "correlate by 0.75 to 0.25" in html
+    chart = re.search(r'<svg[^>]*aria-label="reward, truth and gap".*?</svg>', html)
+    assert chart and chart.group(0).count("<path") + chart.group(0).count("<polyline") >= 3
+    assert re.search(r"<b>reward model</b><span>2\.5</span><small>3 failures", html)
+    assert re.search(r"<b>verifier</b><span>0\.5</span><small>0 failures", html)
+
+
+def test_a_verifier_that_is_the_reward_has_no_gap_and_no_parts() -> None:
+    html = render(record(metrics={"part/verifier": 0.5}))
+    assert "Reward and truth" not in html and "Reward parts" not in html
+
+
+def test_stages_that_waited_are_named_with_their_share() -> None:
+    measured = {"busy/generate": 30.0, "idle/generate": 10.0, "busy/score": 2.0, "idle/score": 6.0,
+                "score/samples_per_second": 1234.5}  # fmt: skip
+    found = idle_section([manifest(version, metrics=HEALTHY | measured) for version in (1, 2)])
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", found)
+    assert cells == ["generate", "60.0", "20.0", "25.0%", "score", "4.0", "12.0", "75.0%"]
+    assert "1,234 samples/s" in found and idle_section([manifest(1)]) == ""
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_about_rewards_is_a_problem_of_its_iteration(name: str) -> None:
+    assert any(
+        found == f"Iterations 5: {ALERTS[name]}." for found in page.problems(record(metrics={name: 1.0}))
+    )

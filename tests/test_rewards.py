@@ -264,3 +264,24 @@ def test_metrics_name_each_part_with_its_failures():
 
 def test_an_outcome_without_parts_is_the_verifiers_alone():
     assert Outcome(kind="score", reward=1.0).parts == ()
+
+
+def test_the_gap_to_the_truth_is_measured_where_another_part_rewards():
+    def of(reward, truth, kind="score"):
+        parts = [("reward_model", 2.0, "score"), ("verifier", truth, kind)]
+        return ("score", reward, [
+            {"name": name, "kind": kind, "value": value, "reason": "", "seconds": 0.0}
+            for name, value, kind in parts
+        ])  # fmt: skip
+
+    rows = [of(0.5, 0.25), of(0.75, 0.25), of(1.0, 0.5), of(0.0, None, "failure")]
+    metrics = reward_metrics(scored(*rows))
+    # of the three that both judged: rewards less their mean -1/4 0 1/4, truths -1/12 -1/12 1/6; products sum
+    # to 1/16, squares to 1/8 and 1/24
+    assert metrics["truth/value"] == pytest.approx(1 / 3)
+    assert metrics["truth/gap"] == pytest.approx(0.75 - 1 / 3)
+    assert metrics["truth/correlation"] == pytest.approx((1 / 16) / (1 / 8 / 24) ** 0.5)
+    flat = reward_metrics(scored(of(0.5, 0.25), of(0.75, 0.25)))
+    assert "truth/correlation" not in flat and flat["truth/gap"] == pytest.approx(0.375)
+    alone = [{"name": "verifier", "kind": "score", "value": 1.0, "reason": "", "seconds": 0.0}]
+    assert not any(name.startswith("truth/") for name in reward_metrics(scored(("score", 1.0, alone))))

@@ -279,3 +279,43 @@ def test_train_frame_marks_every_response_token_as_trained():
     assert train.select(pl.col("loss_mask").list.all().all()).item() and train[
         "loss_mask"
     ].list.len().to_list() == [2, 2]
+
+
+def parts(**values):
+    return [{"name": n, "kind": "score", "value": v, "reason": "", "seconds": 0.0} for n, v in values.items()]
+
+
+def test_parts_normalised_by_their_group_count_by_weight_and_not_by_scale():
+    reward = {"parts": {"verifier": 1.0, "reward_model": 2.0}, "normalise": "group",
+              "model": {"folder": "somewhere"}}  # fmt: skip
+    values = {"a": ((0.0, 30.0), (1.0, 10.0)), "b": ((0.0, 500.0), (0.5, 500.0))}
+    rows = [
+        scored(name, index, 0.5, parts=parts(verifier=v, reward_model=m))
+        for name, group in values.items()
+        for index, (v, m) in enumerate(group)
+    ]
+    train, rejected, _ = assemble_frame(
+        make_frame(rows, ScoredFrame), config(reward=reward), iteration=3, policy_version=7
+    )
+    # parts of a group of two are -+ z after normalisation, whatever their scale: a is 1 * (-z, z) plus
+    # 2 * (z, -z) = (z, -z), b is (-z, z) alone, since its second part does not differ; equal rewards of 0.5
+    # do not count. The advantages are then normalised once more.
+    got = {(row["prompt_id"], row["sample_index"]): row["advantage"] for row in train.iter_rows(named=True)}
+    assert len(got) == 4 and rejected.get("zero_variance", 0) == 0
+    assert got["a", 0] > 0 > got["a", 1] and got["b", 0] < 0 < got["b", 1]
+    assert got["a", 0] == pytest.approx(-got["a", 1]) == pytest.approx(got["b", 1], rel=1e-3)
+    plain, rejected, _ = assemble_frame(
+        make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7
+    )
+    assert len(plain) == 0 and rejected["zero_variance"] == 4
+
+
+def test_a_part_that_is_only_watched_does_not_count_in_a_normalised_group():
+    reward = {"parts": {"verifier": 0.0, "reward_model": 1.0}, "normalise": "group",
+              "model": {"folder": "somewhere"}}  # fmt: skip
+    rows = [scored("a", i, 0.5, parts=parts(verifier=float(i), reward_model=5.0 - i)) for i in range(2)]
+    train, _, _ = assemble_frame(
+        make_frame(rows, ScoredFrame), config(reward=reward), iteration=3, policy_version=7
+    )
+    got = dict(zip(train["sample_index"], train["advantage"], strict=True))
+    assert got[0] > 0 > got[1]

@@ -1,5 +1,6 @@
 """What an iteration's rewards and their making say about the run: parts, alerts, throughput, idle time."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import polars as pl
@@ -31,6 +32,25 @@ def reward_metrics(frame: pl.DataFrame) -> dict[str, float]:
         for kind in ("failure", "abstain"):
             if count := int((part["kind"] == kind).sum()):
                 metrics[f"part_{kind}/{name}"] = float(count)
+    return metrics | _truth_metrics(frame)
+
+
+def _truth_metrics(frame: pl.DataFrame) -> dict[str, float]:
+    """How far the reward is from the verifier's word where other parts make it: a policy that learns to
+    please a model drives them apart."""
+    if not len(frame.filter(pl.col("parts").list.len() > 1)):
+        return {}
+    part = pl.element().struct
+    verified = pl.element().filter((part.field("name") == "verifier") & (part.field("kind") == "score"))
+    truth = pl.col("parts").list.eval(verified.struct.field("value")).list.first()
+    both = frame.select("reward", truth=truth).drop_nulls()
+    if not len(both):
+        return {}
+    gap = both.select((pl.col("reward") - pl.col("truth")).mean()).item()
+    metrics = {"truth/value": float(both["truth"].mean()), "truth/gap": float(gap)}  # pyright: ignore[reportArgumentType]
+    correlation = both.select(pl.corr("reward", "truth")).item()
+    if correlation is not None and math.isfinite(correlation):  # none where either is the same throughout
+        metrics["truth/correlation"] = float(correlation)
     return metrics
 
 

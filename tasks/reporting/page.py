@@ -17,7 +17,7 @@ from tasks.reporting.agreement import agreement_section
 from tasks.reporting.charts import Line, Point
 from tasks.reporting.collect import CampaignRecord
 from tasks.reporting.operations import generation_section
-from tasks.reporting.rewards import ALERTS, idle_section, parts_section
+from tasks.reporting.rewards import ALERTS, idle_section, parts_section, truth_section
 from tasks.reporting.rollouts import rollouts_body
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def html_page(record: CampaignRecord, store: "PolicyStore") -> str:
         headline(record),
         verdict_box(record),
         reward_section(record),
+        truth_section(record.iterations),
         parts_section(record.iterations),
         health_section(record.iterations),
         agreement_section(record.iterations),

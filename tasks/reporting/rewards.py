@@ -17,7 +17,7 @@ COLORS = ("blue", "orange", "green", "grey")
 
 
 def parts_section(iterations: Sequence[Manifest]) -> str:
-    """A line a part, on its own scale: where a learned reward and the truth part, there is the gap."""
+    """A line a part, on its own scale."""
     names = sorted({key for m in iterations for key in m.metrics if key.startswith("part/")})
     figures = []
     for index, name in enumerate(names):
@@ -35,6 +35,35 @@ def parts_section(iterations: Sequence[Manifest]) -> str:
     text = "Mean value of each scorer by iteration, as it came; a part of weight 0 is only measured."
     panels = f'<div class="panels">{"".join(figures)}</div>'
     return f'<section><h2>Reward parts</h2><p class="note">{text}</p>{panels}</section>'
+
+
+def truth_section(iterations: Sequence[Manifest]) -> str:
+    """The reward beside the truth it stands for, and the gap between them; empty if no other part rewards."""
+    seen = [m for m in iterations if "truth/gap" in m.metrics]
+    if not seen:
+        return ""
+    lines = [
+        Line(label=label, color=color, points=[(float(m.iteration - 1), m.metrics[key]) for m in seen])
+        for label, key, color in (
+            ("reward", "reward", "orange"),
+            ("truth", "truth/value", "blue"),
+            ("gap", "truth/gap", "grey"),
+        )
+    ]
+    chart = charts.line_chart(
+        lines, title="reward, truth and gap", width=1040, height=240, x_title="iteration", is_labelled=True
+    )
+    first, last = seen[0].metrics, seen[-1].metrics
+    said = [m.metrics["truth/correlation"] for m in seen if "truth/correlation" in m.metrics]
+    text = (
+        f"The verifier's word went from {charts.number(first['truth/value'])} to "
+        f"{charts.number(last['truth/value'])}, the gap (reward less truth) from "
+        f"{charts.number(first['truth/gap'])} to {charts.number(last['truth/gap'])}"
+    )
+    if said:
+        ends = f"{charts.number(said[0])} to {charts.number(said[-1])}"
+        text += f"; within an iteration's samples the two correlate by {ends}"
+    return f'<section><h2>Reward and truth</h2><p class="note">{text}.</p>{chart}</section>'
 
 
 def idle_section(iterations: Sequence[Manifest]) -> str:
