@@ -19,8 +19,8 @@ def evaluate(run: CampaignRun, policy: PolicyVersion) -> Evaluation:
     if known := store.find_object(key):
         return Evaluation.model_validate_json(known)
     manifest = store.manifest(policy)
-    folder = store.pull(policy, without=OPTIMIZER)
-    evaluation = held_out_score(run, folder, policy.version, iteration=manifest.iteration)
+    with store.reading(policy, without=OPTIMIZER) as folder:
+        evaluation = held_out_score(run, folder, policy.version, iteration=manifest.iteration)
     evaluation = evaluation.model_copy(update={"seconds": time.monotonic() - start})
     store.put_object(key, evaluation.model_dump_json().encode())
     say(

@@ -1,10 +1,17 @@
 """Where the policy comes from: a checkpoint folder or random weights; no torch."""
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from tasks.section import Section, divisors
+
+
+def num_experts(shape: Mapping[str, Any]) -> int:
+    """Routed experts a layer, by the name that the family gives them in a config.json; 0 = none."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((int(shape[name]) for name in names if shape.get(name)), 0)
 
 
 class RandomPolicy(Section):

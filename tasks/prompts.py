@@ -60,7 +60,8 @@ def _offer(
         count = 0
     if not count:
         return _prompt_set(run, iteration, behavior, refill=refill, num_portions=0, num_groups=0)
-    tokenizer = load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS))
+    with run_store(run).reading(behavior, without=WEIGHTS) as folder:
+        tokenizer = load_tokenizer(folder)
     reserved = first_prompt(run_store(run), behavior, iteration, offered=rollout.prompts_reserved)
     prompts = [environment.train_prompt(reserved + first + i) for i in range(count)]
     rows = [
@@ -134,7 +135,8 @@ def demonstrations(run: CampaignRun, policy: PolicyVersion) -> TrainBatch:
 
     start = time.time()
     warm, environment = run.config.warm_start, run_environment(run)
-    tokenizer = load_tokenizer(run_store(run).pull(policy, without=WEIGHTS))
+    with run_store(run).reading(policy, without=WEIGHTS) as folder:
+        tokenizer = load_tokenizer(folder)
     rows, chat = [], Chat(tokenizer)
     for position in range(warm.steps * warm.batch_size):
         prompt = environment.train_prompt(position)

@@ -34,7 +34,8 @@ def score(
     start, buffer, iteration = time.monotonic(), run_buffer(run), prompts.iteration
     if sealed := find_sealed(run, iteration):
         return _report_of(sealed)
-    tokenizer = load_tokenizer(run_store(run).pull(behavior, without=WEIGHTS))
+    with run_store(run).reading(behavior, without=WEIGHTS) as folder:
+        tokenizer = load_tokenizer(folder)
     intake = Intake(buffer, make_scorer(run.config, run_environment(run), tokenizer), iteration)
     if run.config.reward.overlap:
         intake.follow(timeout_seconds=run.config.rollout.standing_timeout_seconds)

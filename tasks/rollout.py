@@ -27,13 +27,15 @@ def rollout_worker(
             iteration=prompts.iteration, worker=name, engine=config.engine, num_portions=0, num_samples=0,
             num_tokens=0, seconds=0.0, load_seconds=0.0,
         )  # fmt: skip
-    folder = run_store(run).pull(behavior, without=OPTIMIZER)
     engine = make_engine(config, dtype=run.config.model.dtype)
-    with departing(
-        grace_seconds=config.grace_seconds,
-        metadata_url=config.metadata_url,
-        poll_seconds=config.notice_poll_seconds,
-    ) as departure:
+    with (
+        run_store(run).reading(behavior, without=OPTIMIZER) as folder,
+        departing(
+            grace_seconds=config.grace_seconds,
+            metadata_url=config.metadata_url,
+            poll_seconds=config.notice_poll_seconds,
+        ) as departure,
+    ):
         engine.load(folder, behavior.version)
         loaded = time.monotonic()
         members = make_workers(

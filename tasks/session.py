@@ -117,6 +117,11 @@ def run_environment(run: CampaignRun) -> "Environment":
     return make_environment(run.config.environment, seed=run.config.seed)
 
 
+def is_evaluated(config: CampaignConfig, iterations: int) -> bool:
+    """Whether the campaign evaluates the version after so many iterations."""
+    return iterations % config.schedule.evaluate_every == 0 or iterations == config.schedule.iterations
+
+
 def code_revision() -> str:
     """The revision a run executes: ``MOE_RL_REVISION`` where an image was built from one, else git's, else
     unknown."""

@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,13 @@ def bench_steps(options: argparse.Namespace) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        for kind in ("dense", "moe"):
+        for kind in options.kinds:
             model = make_model(kind, options.scale).to(options.device)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0)
             save_file(rounded(model), folder / "old")
             for number in range(1, options.steps + 1):
                 step(model, optimizer, number, options.tokens)
-                if number in (1, 2, 4, options.steps):
+                if number in (1, 2, 4, 8, 12, options.steps):
                     measure_patch(folder, kind, number, model, options.threads)
                 save_file(rounded(model), folder / "old")
             del model, optimizer
@@ -160,9 +161,13 @@ def bench_server(options: argparse.Namespace) -> None:
                 seconds.setdefault(label, []).append(timed(run)[0])
             blob, stored = store.put_file(path), store.bucket.head(f"raw/{raw.name}")
             assert stored is not None
-            found = f"raw/{raw.name}", stored.version_id, folder / "raw-target"
+            extra, config = {"VersionId": stored.version_id}, store.bucket._transfer_config(size)
+            raw_get = partial(
+                store.bucket._client.download_file, store.bucket.name, f"raw/{raw.name}",
+                str(folder / "raw-target"), ExtraArgs=extra, Config=config,
+            )  # fmt: skip
             runs = [
-                ("raw get", lambda found=found: store.bucket.download(*found, size=size)),
+                ("raw get", raw_get),
                 ("store get", lambda blob=blob: store.cache.link("file", blob, folder / "links")),
             ]
             for label, run in runs if number % 2 else reversed(runs):
@@ -206,6 +211,7 @@ def main() -> None:
     parser.add_argument("part", choices=["steps", "stall", "server", "campaign"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--scale", type=float, default=1.0, help="GiB of the models of `steps`")
+    parser.add_argument("--kinds", nargs="+", choices=["dense", "moe"], default=["dense", "moe"])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192, help="a step")
     parser.add_argument("--gb", type=float, default=1.0, help="of the snapshot of `stall`")

@@ -232,6 +232,27 @@ def test_a_missing_patch_and_a_damaged_base_are_told_apart(policy_store, chain, 
         reader.pull(3)
 
 
+def test_a_damaged_base_is_found_in_a_tensor_that_no_patch_touches(policy_store, store_folder, tmp_path):
+    """Patches verify what they change; only the check of the whole file sees the rest."""
+    tensors, parent = dense(num=2), None
+    for version in range(2):
+        path = write(tmp_path / "model.safetensors", tensors)
+        parent = policy_store.put_patched(path, parent, full_every=4)
+        policy_store.commit(manifest(policy_store, version, {path.name: parent}))
+        tensors = tensors | {"layer.0": flipped(tensors, version)["layer.0"]}
+    content = path.read_bytes()
+    reader = open_store(str(store_folder), policy_store.campaign, cache=tmp_path / "reader")
+    base = reader.pull(0) / "model.safetensors"
+    data = bytearray(base.read_bytes())
+    data[-1] ^= 1  # the last byte is layer.1's
+    base.chmod(0o644)
+    base.write_bytes(data)
+    with pytest.raises(CorruptArtifact, match="must be made from an intact content in the local cache"):
+        reader.pull(1)
+    assert not list(reader.cache.folder.glob(f"{reader.campaign}/*1-*/model.safetensors"))
+    assert (reader.pull(1) / "model.safetensors").read_bytes() == content
+
+
 def test_random_histories_are_rebuilt_from_any_cache(policy_store, store_folder, tmp_path):
     """Whatever a cache holds of a chain, what it makes is the published content."""
     rng, tensors, parent, contents = random.Random(4), dense(num=2, size=5000), None, []

@@ -15,6 +15,7 @@ from tasks.artifacts.errors import NotFound, Retired
 from tasks.artifacts.manifest import stored_objects
 from tasks.artifacts.retention import Keep, carry_out, hold, plan_retention, reasons_to_keep, release
 from tasks.artifacts.store import PolicyStore, open_store
+from tasks.config import CampaignConfig
 
 LATER = timedelta(hours=25)
 
@@ -53,12 +54,14 @@ def readable(store: PolicyStore, folder: Path, cache: Path) -> list[int]:
 
 def test_kept_are_the_last_every_mth_the_best_and_what_is_held():
     scores, held = {1: 0.5, 3: 0.9, 6: 0.9, 8: 0.1}, {2: ["me"]}
-    kept = reasons_to_keep(range(10), Keep(last=2, every=5, best=1), scores=scores, held=held)
+    kept = reasons_to_keep(
+        range(10), Keep(last=2, every=5, best=1), scores=scores, held=held, needed_by={2: ["a"]}
+    )
     assert kept == {
-        9: ["newest"], 8: ["last 2"], 0: ["every 5"], 5: ["every 5"], 2: ["held by me"],
+        9: ["newest"], 8: ["last 2"], 0: ["every 5"], 5: ["every 5"], 2: ["held by me", "needed by a"],
         6: ["best 1 by exact_sampled (0.9)"],
     }  # fmt: skip
-    assert reasons_to_keep([7], Keep(last=1, best=0), scores={}, held={}) == {7: ["newest"]}
+    assert reasons_to_keep([7], Keep(last=1, best=0), scores={}, held={}, needed_by={}) == {7: ["newest"]}
     with pytest.raises(ValueError, match="last must be at least 1"):
         Keep(last=0)
 
@@ -93,6 +96,38 @@ def test_a_plan_changes_nothing_and_what_is_young_or_held_stays(policy_store, st
     release(policy_store, 1, "reader")
     again = plan_retention(policy_store, Keep(last=1, best=0, min_age_hours=0))
     assert again.retired == [1] and len(again.keys) == 1
+
+
+def store_config(store: PolicyStore, **sections) -> str:
+    config = CampaignConfig.model_validate(sections)
+    store.put_object(f"config/{config.digest()}.json", config.model_dump_json().encode())
+    return config.digest()
+
+
+def test_what_the_campaign_itself_may_yet_read_is_kept_without_a_hold(policy_store):
+    """Row 4: open iterations sample from older versions, evaluations come late, a loss has a reference."""
+    configs = [
+        store_config(policy_store, schedule={"max_staleness": 2, "evaluate_every": 4, "iterations": 9}),
+        store_config(
+            policy_store,
+            algorithm={"kl": "loss", "kl_coefficient": 0.1, "reference_version": 1},
+            warm_start={"steps": 1},
+            schedule={"evaluate_every": 3, "iterations": 9},
+        ),
+    ]
+    for version in range(9):  # the configuration changes after version 5
+        files = {"weights.bin": policy_store.put_bytes(b"%d" % version)}
+        digest = configs[version > 5]
+        policy_store.commit(manifest(policy_store, version, files, config_digest=digest))
+    policy_store.put_object("evaluations/000006-c.json", b'{"version": 6}')
+    kept = plan_retention(policy_store, Keep(last=1, best=0)).kept
+    assert kept == {
+        8: ["newest", "needed by open iterations"],
+        7: ["needed by open iterations"],
+        6: ["needed by open iterations"],
+        4: ["needed by its evaluation"],
+        1: ["needed by the reference of the loss"],
+    }
 
 
 def test_cleanup_never_deletes_a_version_that_a_reader_took_since_the_plan(policy_store):

@@ -1,5 +1,6 @@
 """Standing workers and over-sampling on a real queue, in one process."""
 
+import fcntl
 import threading
 import time
 from dataclasses import replace
@@ -70,6 +71,34 @@ def test_a_standing_worker_loads_what_is_required_and_reloads_when_it_rises(
     assert said.count("loaded v0") == said.count("loaded v1") == 1
     taken = buffer.take_rollouts("r", iteration=3, max_groups=9)
     assert len(taken) == 2
+
+
+def leases(cache: Path, campaign: str) -> list[int]:
+    """Versions of the lineage whose folders somebody in this process keeps."""
+    held = []
+    for lease in sorted((cache / "leases" / campaign).iterdir()):
+        with lease.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.append(int(lease.name.split("-")[0]))
+    return held
+
+
+def test_a_standing_worker_keeps_only_the_folder_it_samples_with(
+    store_folder: Path, campaign: str, policy_folder: Path
+) -> None:
+    """Else a bounded cache is full after as many versions as it holds."""
+    worker, run = standing(store_folder, campaign), start_run(store_folder, campaign, policy_folder)
+    worker.look()
+    put(run_buffer(run), 1, version=0)
+    assert worker.work() == 1 and leases(store_folder / "cache", run.campaign) == [0]
+    run_buffer(run).close(2)
+    put(run_buffer(run), 1, version=1, iteration=3)
+    assert worker.work() == 1 and leases(store_folder / "cache", run.campaign) == [1]
+    start_run(store_folder, campaign, policy_folder, lineage=2)
+    worker.look()
+    assert leases(store_folder / "cache", run.campaign) == []
 
 
 def test_a_new_lineage_is_followed_and_the_engine_starts_anew(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from tasks.policy.mesh import make_mesh
 from tasks.policy.model import load_policy
 from tasks.policy.snapshot import HostArena, bit_sum
 from tasks.policy.upload import ShardUpload, host_bytes
-from tasks.policy.weights import disk_tensors, tensor_digest
+from tasks.policy.weights import disk_tensors, stating_dtype, tensor_digest
 
 CPU = torch.device("cpu")
 
@@ -175,6 +176,42 @@ def check_chain(model, optimizer, store, upload) -> None:
 
 def test_versions_stored_as_patches_have_the_live_weights_digest(store_folder, policy_store, tmp_path):
     run_check(store_folder, policy_store, tmp_path, check_chain)
+
+
+def check_dtype(model, optimizer, store, upload) -> None:
+    from publishing import manifest
+    from transformers import AutoModelForCausalLM
+
+    from tasks.artifacts.lineage import export
+
+    folder = saved(tiny_policy("qwen3_moe"), store.cache.folder / "float32")
+    files = {"config.json": store.put_file(folder / "config.json")}
+    for version, dtype in enumerate((torch.float32, torch.bfloat16, torch.bfloat16)):
+        upload.start(model, optimizer, files, dtype=dtype)
+        stored = upload.finish()
+        is_same = stored.files["config.json"] == files["config.json"]
+        assert is_same == (version != 1)  # not a byte where it says so already
+        store.commit(manifest(store, version, stored.files))
+        exported = store.cache.folder / f"exported-{version}"
+        export(store, version, exported)
+        loaded = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
+        assert loaded.dtype == loaded.config.dtype == dtype
+        assert torch.equal(loaded.model.norm.weight, model.model.norm.weight.to(dtype))
+        files = dict(stored.files)
+
+
+def test_a_version_says_the_type_of_its_weights_whatever_version_0_was_stored_in(
+    store_folder, policy_store, tmp_path
+):
+    run_check(store_folder, policy_store, tmp_path, check_dtype)
+
+
+def test_every_place_of_a_configuration_that_states_a_type_is_set():
+    nested = {"torch_dtype": "float32", "text_config": {"dtype": "float16"}, "rope": {"theta": 1.0}}
+    stated = json.loads(stating_dtype(json.dumps(nested).encode(), "bfloat16"))
+    assert stated == nested | {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}}
+    assert json.loads(stating_dtype(b"{}", "bfloat16")) == {"dtype": "bfloat16"}
+    assert stating_dtype(b"{}", "float32") == b"{}"
 
 
 def test_the_arena_is_reserved_for_all_that_a_rank_writes(tmp_path):

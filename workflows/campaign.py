@@ -20,6 +20,7 @@ from tasks.preflight import PREFLIGHT
 from tasks.prompts import demonstrations
 from tasks.records import CampaignRun, CampaignState, CampaignSummary
 from tasks.report import report
+from tasks.session import is_evaluated
 from tasks.train import UPDATE_POLICY
 from workflows.iteration import iteration, node
 
@@ -39,7 +40,7 @@ def unroll(run: CampaignRun, state: CampaignState, until: int) -> CampaignState:
     for k in range(state.iterations_done, until):
         behavior = policies[max(0, len(policies) - 1 - schedule.max_staleness)]
         policies.append(iteration(run, k, behavior=behavior, policy=policies[-1]))
-        if (k + 1) % schedule.evaluate_every == 0 or k + 1 == schedule.iterations:
+        if is_evaluated(run.config, k + 1):
             evaluations.append(node(f"evaluate-{k}", evaluate(run=run, policy=policies[-1])))
     return hand_on(
         versions=policies[-(schedule.max_staleness + 1) :], iterations_done=until, evaluations=evaluations

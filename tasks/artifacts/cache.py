@@ -67,6 +67,11 @@ class Cache:
             temporary.replace(target)
             temporary.unlink(missing_ok=True)  # rename does nothing when both names are the same file already
 
+    def read(self, name: str, file: StoredFile) -> bytes:
+        """A small file's verified content."""
+        with self._verified(name, file) as path:
+            return path.read_bytes()
+
     def lease(self, folder: Path) -> None:
         """Keep a version's folder from eviction until ``release``, or this process's end."""
         with self._counting:
@@ -143,12 +148,13 @@ class Cache:
         """Fetch an object and verify it. If its version is gone, another of the key will do: the content
         names the key, and two that stored it at once left an old one, which the bucket's lifecycle rule
         removes."""
-        versions = blob.version_id, ""
-        if not any(self._bucket.download(blob.key, v, partial, size=blob.size) for v in versions):
+        digests = (self._bucket.download(blob.key, v, partial, size=blob.size) for v in (blob.version_id, ""))
+        digest = next((found for found in digests if found), None)
+        if digest is None:
             raise CorruptArtifact(
                 f"file {name} must exist as {blob.key}, version {blob.version_id}, got none."
             )
-        if wrong := _difference(partial, blob):
+        if wrong := _difference(partial, blob, digest):
             partial.unlink()
             raise CorruptArtifact(
                 f"file {name} must have the published content, got {wrong} from {blob.key}, version "
@@ -247,12 +253,12 @@ def _key(file: StoredFile) -> str:
     return file.key if isinstance(file, Blob) else file.patches[-1].blob.key
 
 
-def _difference(path: Path, file: StoredFile) -> str:
-    """What is wrong with the file; empty if nothing is."""
+def _difference(path: Path, file: StoredFile, digest: str = "") -> str:
+    """What is wrong with the file, of which ``digest`` may be known already; empty if nothing is."""
     size = path.stat().st_size
     if size != file.size:
         return f"{size} bytes instead of {file.size}"
-    digest = sha256_of(path)
+    digest = digest or sha256_of(path)
     return "" if digest == file.sha256 else f"sha256 {digest} instead of {file.sha256}"
 
 

@@ -6,6 +6,7 @@ tried again.
 """
 
 import base64
+import hashlib
 import math
 import random
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import boto3
 import botocore.loaders
@@ -74,6 +75,19 @@ class Listed:
     key: str
     size: int
     modified: datetime
+
+
+class _HashedFile:
+    """A file that cannot seek, so that the transfer manager writes in order, from a thread of its own. It
+    holds at most ten parts that came out of order."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.digest = hashlib.sha256()
+        self._file = file
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.digest.update(data)
 
 
 def make_client(*, endpoint_url: str, access_key: str, secret_key: str, num_threads: int) -> Any:
@@ -226,21 +240,25 @@ class Bucket:
             lambda: self._client.upload_file(str(path), self.name, key, ExtraArgs=extra, Config=config),
         )
 
-    def download(self, key: str, version_id: str, path: Path, *, size: int) -> bool:
-        """False if that version of the object does not exist; without one, if the object does not."""
+    def download(self, key: str, version_id: str, path: Path, *, size: int) -> str | None:
+        """SHA-256 of what was written to the file; None if that version of the object (without one: the
+        object) does not exist. Parts arrive in parallel and are hashed in order while later ones arrive."""
         config = self._transfer_config(size)
         extra = {"VersionId": version_id} if version_id else {}
+
+        def read() -> str:
+            with path.open("wb") as file:
+                target = _HashedFile(file)
+                self._client.download_fileobj(self.name, key, target, ExtraArgs=extra, Config=config)
+                return target.digest.hexdigest()
+
         try:
-            self._call(
-                "read",
-                key,
-                lambda: self._client.download_file(self.name, key, str(path), ExtraArgs=extra, Config=config),
-            )
-        except ClientError as error:
-            if _status(error) == 404:
-                return False
+            return self._call("read", key, read)
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, ClientError) and _status(error) == 404:
+                return None
             raise
-        return True
 
     def keys(self, prefix: str) -> Iterator[str]:
         """Keys below a prefix in ascending order."""

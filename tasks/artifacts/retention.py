@@ -1,10 +1,12 @@
 """Which versions keep their files, and the removal of the others': planned, shown, and only then carried out.
 
-Kept are the newest ``last``, every ``every``-th, the ``best`` by an evaluation, and whatever somebody holds.
-The newest is always kept. A manifest is never removed: a retired version stays in the lineage, with a record
-that says when and why its files went, and numbers have no gaps. A file goes when no kept manifest names it;
-since a manifest names the full file and every patch that its files are made of, a kept version needs nothing
-of a retired one.
+Kept are the newest ``last``, every ``every``-th, the ``best`` by an evaluation, whatever somebody holds, and
+what the campaign itself may yet read: versions that open iterations sample from, versions whose evaluation is
+due, the reference of the loss. So its own workers and evaluations need no hold; another campaign's reader (a
+student of a teacher here) does. The newest is always kept. A manifest is never removed: a retired version
+stays in the lineage, with a record that says when and why its files went, and numbers have no gaps. A file
+goes when no kept manifest names it; since a manifest names the full file and every patch that its files are
+made of, a kept version needs nothing of a retired one.
 
 Deleting adds a marker in a versioned bucket: readers that know a VersionId go on until the bucket's lifecycle
 rule frees the bytes (``configs/cluster/s3-lifecycle.json``). Files younger than ``min_age_hours`` stay, since
@@ -19,6 +21,8 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from tasks.artifacts.manifest import Manifest, stored_objects
+from tasks.config import CampaignConfig
+from tasks.session import is_evaluated
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
@@ -74,7 +78,12 @@ class RetentionPlan:
 
 
 def reasons_to_keep(
-    versions: Sequence[int], keep: Keep, *, scores: Mapping[int, float], held: Mapping[int, Sequence[str]]
+    versions: Sequence[int],
+    keep: Keep,
+    *,
+    scores: Mapping[int, float],
+    held: Mapping[int, Sequence[str]],
+    needed_by: Mapping[int, Sequence[str]],
 ) -> dict[int, list[str]]:
     """Version -> reasons, for those that stay."""
     kept: dict[int, list[str]] = {}
@@ -85,6 +94,7 @@ def reasons_to_keep(
         reasons += [f"every {keep.every}"] if keep.every and version % keep.every == 0 else []
         reasons += [f"best {keep.best} by {keep.metric} ({scores[version]:.4g})"] if version in best else []
         reasons += [f"held by {holder}" for holder in held.get(version, ())]
+        reasons += [f"needed by {reader}" for reader in needed_by.get(version, ())]
         if reasons:
             kept[version] = reasons
     return kept
@@ -99,7 +109,8 @@ def plan_retention(store: "PolicyStore", keep: Keep, *, now: datetime | None = N
     alive = [m for m in manifests if not store.is_retired(m.version)]
     held = holders(store, now=now)
     scores = evaluation_scores(store, keep.metric)
-    kept = reasons_to_keep([m.version for m in alive], keep, scores=scores, held=held)
+    needed_by = needed_by_runs(store, alive)
+    kept = reasons_to_keep([m.version for m in alive], keep, scores=scores, held=held, needed_by=needed_by)
     needed = needed_keys(m for m in alive if m.version in kept)
     listed = [entry for entry in store.bucket.entries(store.root + "blobs/") if entry.key not in needed]
     old = [entry for entry in listed if now - entry.modified >= timedelta(hours=keep.min_age_hours)]
@@ -143,6 +154,36 @@ def needed_keys(manifests: Iterable[Manifest]) -> set[str]:
         for file in manifest.files.values():
             keys |= {blob.key for blob in stored_objects(file)}
     return keys
+
+
+def needed_by_runs(store: "PolicyStore", manifests: Sequence[Manifest]) -> dict[int, list[str]]:
+    """Version -> what of the campaign may yet read it, under any configuration that it was run with."""
+    needed: dict[int, list[str]] = {}
+
+    def need(version: int, reader: str) -> None:
+        if reader not in needed.setdefault(version, []):
+            needed[version].append(reader)
+
+    configs = {
+        key.removeprefix("config/").removesuffix(".json"): CampaignConfig.model_validate_json(
+            store.get_object(key)
+        )
+        for key in store.list_objects("config/")
+    }
+    newest = max((manifest.version for manifest in manifests), default=0)
+    for config in configs.values():
+        for version in range(max(0, newest - config.schedule.max_staleness), newest + 1):
+            need(version, "open iterations")
+        if config.algorithm.kl != "none":
+            need(config.algorithm.reference_version, "the reference of the loss")
+    evaluated = {int(key.split("/")[1].split("-")[0]) for key in store.list_objects("evaluations/")}
+    for manifest in manifests:
+        config = configs.get(manifest.config_digest)
+        if config is None or manifest.kind != "iteration" or manifest.version in evaluated:
+            continue
+        if is_evaluated(config, manifest.iteration):
+            need(manifest.version, "its evaluation")
+    return needed
 
 
 def evaluation_scores(store: "PolicyStore", metric: str) -> dict[int, float]:

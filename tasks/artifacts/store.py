@@ -10,10 +10,12 @@ The surprise: ``latest.json`` decides nothing. A publisher killed between manife
 lifecycle rule on the bucket frees the space (``configs/cluster/s3-lifecycle.json``).
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
@@ -249,6 +251,15 @@ class PolicyStore:
                 "of their removal by a retention. Use another: python -m tasks.artifacts.versions list."
             ) from error
         return folder
+
+    @contextlib.contextmanager
+    def reading(self, version: int | PolicyVersion, *, without: str = "") -> Iterator[Path]:
+        """``pull`` for as long as the block runs."""
+        folder = self.pull(version, without=without)
+        try:
+            yield folder
+        finally:
+            self.release(folder)
 
     def release(self, folder: Path) -> None:
         """Let the cache evict a folder that ``pull`` returned, when it needs the space."""

@@ -43,6 +43,7 @@ class StandingWorker:
         self.run: CampaignRun | None = None
         self._engine: Engine | None = None
         self._buffer: ExperienceBuffer | None = None
+        self._store: PolicyStore | None = None
         self._folder = Path()
 
     def look(self) -> None:
@@ -51,6 +52,7 @@ class StandingWorker:
         run = CampaignRun.model_validate_json(found) if found else None
         if run is None or run == self.run:
             return
+        self._exchange(run_store(run), Path())
         self.run, self._buffer = run, run_buffer(run)
         self._engine = make_engine(run.config.rollout, dtype=run.config.model.dtype)
         say("standing", f"{self.name} follows {run.campaign}, configuration {run.config.digest()}")
@@ -69,13 +71,21 @@ class StandingWorker:
                 say("standing", str(error), iteration=iteration)
         return portions
 
+    def _exchange(self, store: PolicyStore, folder: Path) -> None:
+        """The folder that the engine holds from now on; the cache may evict the one before."""
+        if self._store is not None and self._folder != folder:
+            self._store.release(self._folder)
+        self._store, self._folder = store, folder
+
     def _drain(
         self, run: CampaignRun, engine: Engine, buffer: ExperienceBuffer, iteration: int, version: int
     ) -> int:
         if engine.version != version:
-            start, store = time.monotonic(), run_store(run)
-            self._folder = store.pull(store.reference(version), without=OPTIMIZER)
-            engine.load(self._folder, version)
+            assert self._store is not None
+            start, store = time.monotonic(), self._store
+            folder = store.pull(store.reference(version), without=OPTIMIZER)
+            engine.load(folder, version)
+            self._exchange(store, folder)
             say("standing", f"{self.name} loaded v{version} in {time.monotonic() - start:.1f} s")
         members = make_workers(
             run.config, engine, buffer, folder=self._folder, name=self.name, departure=self.departure

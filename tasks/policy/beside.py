@@ -140,7 +140,9 @@ def _manifest(
     """Store the critic's shards and describe them; without a parent as version 0. Collective."""
     files, digest = bench.save(critics, model, optimizer, parent.files if parent else {})
     if parent is None:
-        files |= {"config.json": critics.put_bytes(model.config.to_json_string().encode())}
+        config = model.config.to_json_string().encode()
+        stated = weights.stating_dtype(config, bench.run.config.model.dtype)
+        files |= {weights.CONFIG: critics.put_bytes(stated)}
     return Manifest(
         campaign=critics.campaign,
         version=parent.version + 1 if parent else 0,

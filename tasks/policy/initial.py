@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.artifacts.manifest import Manifest
+from tasks.model_config import num_experts
 from tasks.policy import weights
 from tasks.policy.model import build_random, checkpoint_tensors
 from tasks.policy.tokenizer import EOS, PAD, character_tokenizer, load_tokenizer, prompt_ids
@@ -57,8 +58,7 @@ def _random_policy(run: CampaignRun, folder: Path) -> Path:
 
 def _require_stated_experts(config: Any, run: CampaignRun) -> None:
     """The mesh was checked at launch against the number that the campaign states."""
-    names = ("num_experts", "n_routed_experts", "num_local_experts")  # by family
-    found = next((getattr(config, name) for name in names if hasattr(config, name)), 0)
+    found = num_experts(config.to_dict())
     field, stated = run.config.model.experts
     if found != stated:
         raise ValueError(

@@ -76,6 +76,7 @@ class ShardUpload:
         self._folder = tempfile.TemporaryDirectory()
         self._pending: dict[str, Future[_Stored]] = {}
         self._parent: Mapping[str, StoredFile] = {}
+        self._dtype = ""
         self._seconds = 0.0
 
     def __enter__(self) -> ShardUpload:
@@ -97,6 +98,7 @@ class ShardUpload:
         for pending in self._pending.values():
             pending.exception()  # the arena holds one snapshot: wait, and let ``finish`` tell what failed
         self._pending, self._parent = {}, parent_files
+        self._dtype = str(dtype).removeprefix("torch.")
         if self._mesh.replicate_rank != 0:
             return
         snapshot = self._arena.take(_named(model, optimizer, dtype))
@@ -126,6 +128,8 @@ class ShardUpload:
         files: dict[str, StoredFile] = {
             name: file for name, file in self._parent.items() if not name.startswith(STEMS)
         }
+        if weights.CONFIG in files:  # version 0 may have been stored in another type
+            files[weights.CONFIG] = self._stating_dtype(files[weights.CONFIG])
         for stem in STEMS:
             of_stem = [stored[stem] for stored in everything if stem in stored]
             index = weights.write_index(self._path, [entry.shard for entry in of_stem], stem=stem)
@@ -139,6 +143,11 @@ class ShardUpload:
     @property
     def _path(self) -> Path:
         return Path(self._folder.name)
+
+    def _stating_dtype(self, config: StoredFile) -> StoredFile:
+        before = self._store.cache.read(weights.CONFIG, config)
+        after = weights.stating_dtype(before, self._dtype)
+        return config if after == before else self._store.put_bytes(after)
 
     def _store_shard(self, stem: str, snapshot: Snapshot) -> _Stored:
         """One file of this rank, in a thread: no collective in here."""

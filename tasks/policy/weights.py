@@ -33,6 +33,7 @@ from tasks.policy.shards import is_split, whole_tensor
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 STEP = "step"
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +135,20 @@ def write_index(folder: Path, shards: Iterable[Shard], *, stem: str = "model") -
     partial.write_text(json.dumps(index, indent=2) + "\n")
     os.replace(partial, folder / file_name)
     return file_name
+
+
+def stating_dtype(config_json: bytes, dtype: str) -> bytes:
+    """A model's config.json that states the type of the weights beside it, since readers believe it and not
+    the files; the same bytes where it does already. One that states none means float32."""
+    config = json.loads(config_json)
+    names = "dtype", "torch_dtype"  # the second by transformers before 5
+    inner = [value for value in config.values() if isinstance(value, dict) and any(n in value for n in names)]
+    is_changed = False
+    for section in (config, *inner):
+        for name in [name for name in names if name in section] or names[:1]:
+            if section.get(name, "float32") != dtype:
+                section[name], is_changed = dtype, True
+    return (json.dumps(config, indent=2) + "\n").encode() if is_changed else config_json
 
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

@@ -59,7 +59,8 @@ def _decoder(store: "PolicyStore", version: int) -> Callable[[list[int]], str]:
     from tasks.policy.tokenizer import load_tokenizer
     from tasks.session import WEIGHTS
 
-    tokenizer = load_tokenizer(store.pull(version, without=WEIGHTS))
+    with store.reading(version, without=WEIGHTS) as folder:
+        tokenizer = load_tokenizer(folder)
     return lambda ids: str(tokenizer.decode(ids))
 
 

@@ -1,0 +1,97 @@
+"""A Hugging Face folder as version 0, and a campaign that goes on from it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from campaigns import ROOT, SMALL, run, write_config
+from policies import save_tiny_policy
+from safetensors.torch import load_file, save_file
+
+from tasks.adopt import main
+from tasks.checkpoint import open_campaign, resume
+from tasks.config import CampaignConfig
+from tasks.policy.weights import tensor_digest
+from tasks.session import run_store
+
+CONFIG = SMALL | {"name": "adopted", "warm_start": {"steps": 0}}
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """A snapshot directory as the hub's cache has it: links to files elsewhere. In half precision."""
+    folder, blobs = tmp_path / "hub/snapshots/0123", tmp_path / "hub/blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    save_tiny_policy(tmp_path / "saved")
+    weights = tmp_path / "saved/model.safetensors"
+    save_file({k: v.bfloat16() for k, v in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    shape = json.loads((tmp_path / "saved/config.json").read_text()) | {"dtype": "bfloat16"}
+    (tmp_path / "saved/config.json").write_text(json.dumps(shape))
+    for number, path in enumerate(sorted((tmp_path / "saved").iterdir())):
+        shutil.move(path, blobs / f"{number:04d}")
+        (folder / path.name).symlink_to(f"../../blobs/{number:04d}")
+    return folder
+
+
+def reopened(config: dict, store: str):
+    return open_campaign(
+        config=CampaignConfig.model_validate(config), name=None, iterations=None, learning_rate=None,
+        store=store, fresh=False,
+    )  # fmt: skip
+
+
+def test_a_hub_snapshot_becomes_version_0_and_the_written_file_goes_on_from_it(
+    snapshot, tmp_path, leave_servers, capsys
+):
+    file, written = write_config(tmp_path, CONFIG), tmp_path / "adopted.yaml"
+    address = str(tmp_path / "store")
+    named = ["--config", str(file), "--folder", str(snapshot), "--store", address]
+    main([*named, "--write", str(written)])
+    assert re.search(r"adopted\.0001 version 0: s3://.*\nGo on: pyflyte run .* --config .*adopted\.yaml",
+                     capsys.readouterr().out)  # fmt: skip
+    expected = tensor_digest(load_file(snapshot / "model.safetensors").items())
+    shutil.rmtree(tmp_path / "hub")  # nothing of it is needed any more
+    again = reopened(yaml.safe_load(written.read_text()), address)
+    state = resume(run=again)
+    assert [version.version for version in state.versions] == [0] and state.iterations_done == 0
+    store = run_store(again)
+    assert store.manifest(0).kind == "init" and store.manifest(0).tensor_digest == expected
+    assert json.loads((store.pull(0) / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(ValueError, match=r"may not change these: model\.folder was '.*0123', is ''"):
+        reopened(CONFIG, address)
+    with pytest.raises(SystemExit, match="--write must name a file that does not exist"):
+        main([*named, "--write", str(written)])
+
+
+def test_what_is_no_mixture_of_experts_is_refused(tmp_path):
+    file = write_config(tmp_path, CONFIG)
+    named = ["--config", str(file), "--store", str(tmp_path / "store"), "--folder", str(tmp_path / "dense")]
+    with pytest.raises(SystemExit, match=r"must be a Hugging Face checkpoint with a config\.json"):
+        main(named)
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense/config.json").write_text('{"model_type": "qwen3", "num_experts": 0}')
+    with pytest.raises(SystemExit, match="must be a mixture-of-experts policy, got 'qwen3'"):
+        main(named)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.slow
+def test_a_user_adopts_a_folder_and_the_campaign_trains_it(snapshot, tmp_path):
+    file = write_config(tmp_path, CONFIG | {"schedule": {"iterations": 1}})
+    command = [sys.executable, "-m", "tasks.adopt", "--config", str(file), "--folder", str(snapshot)]
+    command += ["--store", str(tmp_path / "store"), "--write", str(tmp_path / "adopted.yaml")]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    shutil.rmtree(tmp_path / "hub")
+    finished = run(tmp_path, yaml.safe_load((tmp_path / "adopted.yaml").read_text()))
+    lines = finished.metrics()
+    assert [line["kind"] for line in lines] == ["init", "iteration"]
+    assert len(set(finished.digests())) == 2
