@@ -36,7 +36,7 @@ def adopt(
         config=config, name=name, iterations=None, learning_rate=None, store=store, fresh=True
     )
     version = initialize(run=run)
-    assert isinstance(version, PolicyVersion)  # not a promise: this is no workflow
+    assert isinstance(run, CampaignRun) and isinstance(version, PolicyVersion)  # no promises: no workflow
     return run, version
 
 

@@ -141,41 +141,54 @@ def bench_stall(options: argparse.Namespace) -> None:
 
 
 def bench_server(options: argparse.Namespace) -> None:
-    """Alternating rounds: the client's own transfer of a file, and the store's with hashes and checks."""
+    """Alternating rounds: the client's own transfer of a file, and the store's with hashes and checks; a read
+    that hashes behind its transfer, for comparison. CPU seconds are this process's, of all threads."""
+    from tasks.artifacts.cache import sha256_of
     from tasks.artifacts.store import open_store
 
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         store = open_store(str(folder / "store"), "bench", cache=folder / "cache")
-        size = options.mb << 20
-        seconds: dict[str, list[float]] = {}
+        size, target = options.mb << 20, folder / "raw-target"
+        seconds: dict[str, list[tuple[float, float]]] = {}
+
+        def measure(*runs: tuple[str, Callable[[], Any]], number: int) -> None:
+            for label, run in runs if number % 2 else reversed(runs):
+                cpu = time.process_time()
+                seconds.setdefault(label, []).append((timed(run)[0], time.process_time() - cpu))
+
         for number in range(options.rounds):
             path, raw = folder / f"file-{number}", folder / f"raw-{number}"
-            for target in (path, raw):
-                target.write_bytes(os.urandom(size))
-            runs: list[tuple[str, Callable[[], Any]]] = [
-                ("raw put", lambda raw=raw: store.bucket.upload(raw, f"raw/{raw.name}")),
-                ("store put", lambda path=path: store.put_file(path)),
-            ]
-            for label, run in runs if number % 2 else reversed(runs):
-                seconds.setdefault(label, []).append(timed(run)[0])
+            for made in (path, raw):
+                made.write_bytes(os.urandom(size))
+            measure(
+                ("raw put", partial(store.bucket.upload, raw, f"raw/{raw.name}")),
+                ("store put", partial(store.put_file, path)),
+                number=number,
+            )
             blob, stored = store.put_file(path), store.bucket.head(f"raw/{raw.name}")
             assert stored is not None
-            extra, config = {"VersionId": stored.version_id}, store.bucket._transfer_config(size)
             raw_get = partial(
-                store.bucket._client.download_file, store.bucket.name, f"raw/{raw.name}",
-                str(folder / "raw-target"), ExtraArgs=extra, Config=config,
+                store.bucket._client.download_file, store.bucket.name, f"raw/{raw.name}", str(target),
+                ExtraArgs={"VersionId": stored.version_id}, Config=store.bucket._transfer_config(size),
             )  # fmt: skip
-            runs = [
-                ("raw get", raw_get),
-                ("store get", lambda blob=blob: store.cache.link("file", blob, folder / "links")),
-            ]
-            for label, run in runs if number % 2 else reversed(runs):
-                seconds.setdefault(label, []).append(timed(run)[0])
-        best = {label: size / 1e6 / min(values) for label, values in seconds.items()}
-        print(f"| {options.mb} MiB, best of {options.rounds} | MB/s | share of raw |\n|---|---|---|")
-        for label in ("raw put", "store put", "raw get", "store get"):
-            print(f"| {label} | {best[label]:.0f} | {best[label] / best['raw ' + label.split()[1]]:.0%} |")
+            for again in range(options.reads):
+                measure(
+                    ("raw get", raw_get),
+                    ("store get", partial(store.cache.link, "file", blob, folder / "links")),
+                    ("hashed after get", lambda get=raw_get: (get(), sha256_of(target))),
+                    number=again,
+                )
+                store.cache._path(blob.sha256).unlink()  # so that the next read fetches it again
+        best = {
+            label: [size / 1e6 / min(value[i] for value in values) for i in (0, 1)]
+            for label, values in seconds.items()
+        }
+        print(f"| {options.mb} MiB, best of {options.rounds} | MB/s | share of raw | by CPU time |")
+        print("|---|---|---|---|")
+        for label in ("raw put", "store put", "raw get", "store get", "hashed after get"):
+            (rate, cpu), raw = best[label], best["raw " + label.split()[-1]]
+            print(f"| {label} | {rate:.0f} | {rate / raw[0]:.0%} | {cpu / raw[1]:.0%} |")
 
 
 def bench_campaign(options: argparse.Namespace) -> None:
@@ -217,6 +230,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0, help="of the snapshot of `stall`")
     parser.add_argument("--mb", type=int, default=256, help="of the file of `server`")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--reads", type=int, default=4, help="of each file of `server`")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--folder", help="for temporary files; default: the system's")
     parser.add_argument("--store", default="./runs")
