@@ -21,7 +21,13 @@ from tasks.config import CampaignConfig
 from tasks.policy.weights import tensor_digest
 from tasks.session import run_store
 
-CONFIG = SMALL | {"name": "adopted", "warm_start": {"steps": 0}}
+CONFIG = SMALL | {
+    "name": "adopted",
+    "warm_start": {"steps": 0},
+    "rollout": {"workers": 1, "prompts_per_iteration": 12, "groups_per_portion": 6},
+    "algorithm": {"num_minibatches": 1},
+    "schedule": {"iterations": 1},
+}
 
 
 @pytest.fixture
@@ -84,8 +90,9 @@ def test_what_is_no_mixture_of_experts_is_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_user_adopts_a_folder_and_the_campaign_trains_it(snapshot, tmp_path):
-    file = write_config(tmp_path, CONFIG | {"schedule": {"iterations": 1}})
+    file = write_config(tmp_path, CONFIG)
     command = [sys.executable, "-m", "tasks.adopt", "--config", str(file), "--folder", str(snapshot)]
     command += ["--store", str(tmp_path / "store"), "--write", str(tmp_path / "adopted.yaml")]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

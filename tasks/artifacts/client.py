@@ -38,6 +38,9 @@ T = TypeVar("T")
 MAX_ATTEMPTS = 5
 MAX_CONFLICTS = 12
 PART_BYTES = 16 << 20
+IO_BYTES = 1 << 20
+IO_QUEUE_BYTES = 256 << 20
+"""Received and not yet written, at most."""
 MAX_PARTS = 9000
 """S3 allows 10,000."""
 _UNAVAILABLE = (
@@ -289,6 +292,8 @@ class Bucket:
             multipart_threshold=part,
             multipart_chunksize=part,
             max_concurrency=self._num_threads,
+            io_chunksize=IO_BYTES,  # a quarter of the calls of the client's own choice
+            max_io_queue=IO_QUEUE_BYTES // IO_BYTES,
             preferred_transfer_client=self._engine,
         )
 
