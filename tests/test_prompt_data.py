@@ -97,6 +97,9 @@ def test_a_curriculum_goes_from_the_first_weights_to_the_last_and_stays():
     ]
     # at the block's first prompt the second part's weight is block / 8, of a sum of 1
     assert shares[:9] == [block / 8 for block in range(9)] and shares[9:] == [1.0] * 3
+    half = mixed(("reverse_digits", 1.0, 0.5), ("sort_digits", 0.0, 0.5), curriculum=2 * BLOCK)
+    late = [part_of(half.train_prompt(position)) for position in range(2 * BLOCK, 8 * BLOCK)]
+    assert Counter(late) == {0: 3 * BLOCK, 1: 3 * BLOCK}
     assert mix.fingerprint() != mixed(("reverse_digits", 1.0, 0.0), ("sort_digits", 0.0, 1.0),
                                       curriculum=4 * BLOCK).fingerprint()  # fmt: skip
 
