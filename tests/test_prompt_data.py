@@ -11,9 +11,10 @@ import pytest
 
 from tasks.environment_config import EnvironmentConfig
 from tasks.environments.make import make_environment
-from tasks.environments.mix import BLOCK
+from tasks.environments.mix import BLOCK, MixedEnvironment, Share
 from tasks.environments.order import PromptOrder, content_digest, split
 from tasks.environments.prompt_files import read_rows
+from tasks.environments.protocol import Outcome
 
 
 def test_each_epoch_is_another_permutation_and_a_position_alone_names_its_prompt():
@@ -125,6 +126,24 @@ def test_a_mix_with_a_tool_answers_that_part_alone():
     assert mix.max_turns == 2
     assert mix.reply("0:000000000-1234", ["=1+2"]) is None and mix.reply("1:0~1+2", ["=1+2"]) == "3"
     assert mix.verify_turns("1:0~1+2", ["=1+2", "3"], is_finished=True).is_exact
+
+
+class Echo:
+    """Answers with the prompt's own id."""
+
+    max_turns = 2
+
+    def reply(self, prompt_id, turns):
+        return prompt_id
+
+    def verify_turns(self, prompt_id, turns, *, is_finished):
+        return Outcome(kind="abstain", reason=prompt_id)
+
+
+def test_a_part_of_a_mix_is_asked_by_its_own_ids():
+    share = Share(environment=Echo(), weight=1.0, final_weight=1.0)
+    mix = MixedEnvironment([share, share], curriculum_prompts=0, seed=0)
+    assert mix.reply("1:0:a", [""]) == "0:a" and mix.verify("1:0:a", "", is_finished=True).reason == "0:a"
 
 
 @pytest.mark.parametrize(
