@@ -276,6 +276,8 @@ def test_a_pattern_asks_for_its_group_and_one_that_does_not_match_is_refused():
     environment = reasoning(**words, pattern=r"\): (.*)$", lowercase=True)
     for problem in environment.problems:
         assert len(problem.text) == 3 and problem.answer == problem.text[::-1] == problem.answer.lower()
+    part = environment.verify("x-0", environment.problems[0].answer[:2], is_finished=True)
+    assert part.reward == pytest.approx(2 / 3) and not part.is_exact
     with pytest.raises(ValueError, match=r"reasoning_gym\.pattern must match every question"):
         reasoning(**words, pattern="no such words: (.*)")
     with pytest.raises(ValueError, match=r"must match every question and have a group"):
