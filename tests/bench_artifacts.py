@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from boto3.s3.transfer import TransferConfig
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
@@ -149,6 +150,15 @@ def bench_server(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         store = open_store(str(folder / "store"), "bench", cache=folder / "cache")
+        if options.link:
+            unlimited = store.bucket._transfer_config
+
+            def limited(size: int) -> TransferConfig:
+                config = unlimited(size)
+                config.max_bandwidth = options.link << 20
+                return config
+
+            store.bucket._transfer_config = limited
         size, target = options.mb << 20, folder / "raw-target"
         seconds: dict[str, list[tuple[float, float]]] = {}
 
@@ -231,6 +241,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=256, help="of the file of `server`")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--reads", type=int, default=4, help="of each file of `server`")
+    parser.add_argument("--link", type=int, default=0, help="MiB/s that `server` may transfer; 0: any")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--folder", help="for temporary files; default: the system's")
     parser.add_argument("--store", default="./runs")
