@@ -22,7 +22,7 @@ def test_a_policy_learns_a_task_of_reasoning_gym():
 def test_a_policy_learns_to_use_the_calculator():
     curve = learn(campaign("calculator"), until=0.8)
     print(f"calculator: {curve.exact}, held out {curve.held_out:.3f}")
-    assert curve.exact[0] < 0.7 and max(curve.exact) >= 0.8
+    assert curve.exact[0] < 0.7 and max(curve.exact) >= 0.8  # seeds 0 and 1: from 0.57 and 0.49, in 12 and 8
 
 
 def test_a_policy_that_is_rewarded_by_a_learned_model_gets_better_by_the_truth(tmp_path):

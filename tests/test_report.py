@@ -309,7 +309,7 @@ def test_the_gap_between_a_learned_reward_and_the_truth_is_plotted_and_said() ->
     assert "gap (reward less truth) from 0.125 to 0.375" in html
     assert "correlate by 0.75 to 0.25" in html
     chart = re.search(r'<svg[^>]*aria-label="reward, truth and gap".*?</svg>', html)
-    assert chart and chart.group(0).count("<path") + chart.group(0).count("<polyline") >= 3
+    assert chart and all(re.search(rf">{name}\b", chart.group(0)) for name in ("reward", "truth", "gap"))
     assert re.search(r"<b>reward model</b><span>2\.5</span><small>3 failures", html)
     assert re.search(r"<b>verifier</b><span>0\.5</span><small>0 failures", html)
 

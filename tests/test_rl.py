@@ -286,7 +286,7 @@ def parts(**values):
 
 
 def test_parts_normalised_by_their_group_count_by_weight_and_not_by_scale():
-    reward = {"parts": {"verifier": 1.0, "reward_model": 2.0}, "normalise": "group",
+    reward = {"parts": {"verifier": 3.0, "reward_model": 1.0}, "normalise": "group",
               "model": {"folder": "somewhere"}}  # fmt: skip
     values = {"a": ((0.0, 30.0), (1.0, 10.0)), "b": ((0.0, 500.0), (0.5, 500.0))}
     rows = [
@@ -297,13 +297,13 @@ def test_parts_normalised_by_their_group_count_by_weight_and_not_by_scale():
     train, rejected, _ = assemble_frame(
         make_frame(rows, ScoredFrame), config(reward=reward), iteration=3, policy_version=7
     )
-    # parts of a group of two are -+ z after normalisation, whatever their scale: a is 1 * (-z, z) plus
-    # 2 * (z, -z) = (z, -z), b is (-z, z) alone, since its second part does not differ; equal rewards of 0.5
-    # do not count. The advantages are then normalised once more.
+    # normalised parts of a group of two are -+z whatever their scale: a is 3 * (-z, z) + (z, -z), whose
+    # second answer is better (unlike 3 * (0, 1) + (30, 10)); b is 3 * (-z, z), since its other part does
+    # not differ. Equal rewards of 0.5 do not count. The advantages are then normalised once more.
     got = {(row["prompt_id"], row["sample_index"]): row["advantage"] for row in train.iter_rows(named=True)}
     assert len(got) == 4 and rejected.get("zero_variance", 0) == 0
-    assert got["a", 0] > 0 > got["a", 1] and got["b", 0] < 0 < got["b", 1]
-    assert got["a", 0] == pytest.approx(-got["a", 1]) == pytest.approx(got["b", 1], rel=1e-3)
+    assert got["a", 0] < 0 < got["a", 1] and got["b", 0] < 0 < got["b", 1]
+    assert got["a", 1] == pytest.approx(-got["a", 0]) == pytest.approx(got["b", 1], rel=1e-3)
     plain, rejected, _ = assemble_frame(
         make_frame(rows, ScoredFrame), config(), iteration=3, policy_version=7
     )
