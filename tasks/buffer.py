@@ -56,6 +56,7 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
         rejected=rejected,
         metrics={**_score_metrics(scores), **scores.metrics, **metrics},
         seconds=_stage_seconds(scores, time.monotonic() - start),
+        waiting=scores.waiting,
         sealed_at=time.time(),
         carried_in=len(frame) - len(own),
         carried_out=kept,

@@ -108,7 +108,9 @@ class ScoreReport(Section):
     num_offered: int = 0
     """Samples whose prompts were put on the queue, refills included."""
     metrics: dict[str, float] = Field(default_factory=dict)
-    """Parts of the reward, alerts, seconds that stages worked and waited."""
+    """Parts of the reward, and alerts."""
+    waiting: dict[str, float] = Field(default_factory=dict)
+    """Seconds that stages worked and waited."""
 
 
 class WorkerThroughput(Section):
@@ -149,6 +151,8 @@ class TrainBatch(Section):
     """Samples whose prompts were put on the queue; more than ``produced`` where a quota was met early."""
     late: int = 0
     """Samples that came after the quota was met and were not stored."""
+    waiting: dict[str, float] = Field(default_factory=dict)
+    """Seconds that stages worked and waited."""
     workers: dict[str, WorkerThroughput] = Field(default_factory=dict)
 
 

@@ -69,7 +69,7 @@ def _report(
 ) -> ScoreReport:
     import polars as pl
 
-    from tasks.environments.health import reward_metrics, say_alerts, throughput_metrics
+    from tasks.environments.health import killed_verifiers, reward_metrics, say_alerts, waiting_seconds
     from tasks.schema import ScoredFrame, from_bytes
 
     iteration = prompts.iteration
@@ -87,7 +87,8 @@ def _report(
     say_alerts(metrics, iteration=iteration)
     report = ScoreReport(
         iteration=iteration,
-        metrics={**metrics, **throughput_metrics(intake, reports)},
+        metrics={**metrics, **killed_verifiers(intake)},
+        waiting=waiting_seconds(intake, reports),
         behavior_version=prompts.behavior_version,
         num_samples=len(frame),
         num_failures=num_failures,

@@ -320,12 +320,14 @@ def test_a_verifier_that_is_the_reward_has_no_gap_and_no_parts() -> None:
 
 
 def test_stages_that_waited_are_named_with_their_share() -> None:
-    measured = {"busy/generate": 30.0, "idle/generate": 10.0, "busy/score": 2.0, "idle/score": 6.0,
-                "score/samples_per_second": 1234.5}  # fmt: skip
-    found = idle_section([manifest(version, metrics=HEALTHY | measured) for version in (1, 2)])
+    measured = {"busy/generate": 30.0, "idle/generate": 10.0, "busy/score": 2.0, "idle/score": 6.0}
+    metrics = HEALTHY | {"generated_tokens": 2469.0}
+    found = idle_section(
+        [manifest(n, metrics=metrics).model_copy(update={"waiting": measured}) for n in (1, 2)]
+    )
     cells = re.findall(r"<td[^>]*>(.*?)</td>", found)
     assert cells == ["generate", "60.0", "20.0", "25.0%", "score", "4.0", "12.0", "75.0%"]
-    assert "1,234 samples/s" in found and idle_section([manifest(1)]) == ""
+    assert "1,234 tokens/s" in found and idle_section([manifest(1)]) == ""
 
 
 @pytest.mark.parametrize("name", ALERTS)

@@ -124,6 +124,9 @@ class Manifest(BaseModel):
     means: dict[str, str] = {}
     """What it was trained with: dispatcher, kernels, libraries."""
     seconds: dict[str, float] = {}
+    waiting: dict[str, float] = {}
+    """Seconds that stages worked (``busy/<stage>``) and waited (``idle/<stage>``), summed over workers. Apart
+    from the metrics, which two runs of one campaign share to the bit."""
 
     @field_validator("files")
     @classmethod
@@ -156,7 +159,9 @@ class Manifest(BaseModel):
         Left out: when it was written, what was measured and used on the way, and in which S3 version of a
         blob the (same) bytes lie.
         """
-        content = self.model_dump(mode="json", exclude={"created", "seconds", "metrics", "means", "files"})
+        content = self.model_dump(
+            mode="json", exclude={"created", "seconds", "waiting", "metrics", "means", "files"}
+        )
         for name in ("data", "ledger"):  # of versions that were published before these existed
             if content[name] is None:
                 del content[name]

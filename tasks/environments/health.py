@@ -60,16 +60,19 @@ def say_alerts(metrics: Mapping[str, float], *, iteration: int) -> None:
             say("ALERT", text, iteration=iteration)
 
 
-def throughput_metrics(intake: Intake, reports: Sequence[RolloutReport]) -> dict[str, float]:
-    """Seconds that each stage worked and waited, and the rate of scoring."""
+def waiting_seconds(intake: Intake, reports: Sequence[RolloutReport]) -> dict[str, float]:
+    """Seconds that each stage worked and waited."""
     sampling = sum(share.seconds for share in intake.buffer.progress(intake.iteration).workers.values())
     working = sum(report.seconds - report.load_seconds for report in reports)
-    pool = intake.scorer.pool
-    metrics = {
+    return {
         "busy/generate": sampling,
         "idle/generate": max(working - sampling, 0.0),
         "busy/score": intake.busy_seconds,
         "idle/score": intake.idle_seconds,
-        "score/samples_per_second": intake.num_samples / max(intake.busy_seconds, 1e-9),
     }
-    return metrics | ({"score/killed": float(pool.num_killed)} if pool else {})
+
+
+def killed_verifiers(intake: Intake) -> dict[str, float]:
+    """How many verifier processes had to be killed, where a pool of them scored."""
+    pool = intake.scorer.pool
+    return {"score/killed": float(pool.num_killed)} if pool else {}

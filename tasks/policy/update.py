@@ -104,6 +104,7 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
             metrics={**batch.metrics, **critic_metrics, **metrics},
             means=means,
             seconds={**batch.seconds, **clock.seconds},
+            waiting=batch.waiting,
             data=data_cursor(run, batch, parent),
             ledger=ledger_position(batch),
         )

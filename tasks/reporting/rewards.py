@@ -71,15 +71,16 @@ def idle_section(iterations: Sequence[Manifest]) -> str:
     rows = []
     for stage in ("generate", "score"):
         busy, idle = (
-            sum(m.metrics.get(f"{kind}/{stage}", 0.0) for m in iterations) for kind in ("busy", "idle")
+            sum(m.waiting.get(f"{kind}/{stage}", 0.0) for m in iterations) for kind in ("busy", "idle")
         )
         if busy + idle > 0:
             rows.append((stage, f"{busy:,.1f}", f"{idle:,.1f}", f"{idle / (busy + idle):.1%}"))
     if not rows:
         return ""
-    rates = [rate for m in iterations if (rate := m.metrics.get("score/samples_per_second"))]
-    newest = f" Scoring: {rates[-1]:,.0f} samples/s in the newest iteration." if rates else ""
+    newest, busy = iterations[-1], iterations[-1].waiting.get("busy/score", 0.0)
+    rate = newest.metrics.get("generated_tokens", 0.0) / busy if busy else 0.0
+    text = f" Scoring: {rate:,.0f} tokens/s in the newest iteration." if rate else ""
     table = charts.table(
         ("stage", "seconds at work", "seconds waiting", "share waiting"), rows, text_columns=(0,)
     )
-    return f'<section><h2>Who waited</h2><p class="note">Sums over workers.{newest}</p>{table}</section>'
+    return f'<section><h2>Who waited</h2><p class="note">Sums over workers.{text}</p>{table}</section>'
