@@ -187,6 +187,18 @@ def test_two_scorers_and_a_dead_one_score_every_group_once(open_buffer: Open) ->
     assert (progress.groups_scored, progress.groups_published, progress.bytes_waiting) == (12, 12, 0)
 
 
+def test_a_scorers_late_handle_cannot_score_even_under_its_successors_name(open_buffer: Open) -> None:
+    buffer = open_buffer()
+    buffer.put_work([item(0)])
+    (lease,) = buffer.lease("w", iteration=1)
+    buffer.publish(lease, [group("a")])
+    late = buffer.take_rollouts("s", iteration=1, max_groups=1)
+    time.sleep(0.003)
+    again = open_buffer(lease_seconds=0.001).take_rollouts("s", iteration=1, max_groups=1)
+    assert buffer.publish_scored("s", 1, late) == 0
+    assert buffer.publish_scored("s", 1, again) == 1
+
+
 def test_a_scorer_renews_and_returns_what_it_took(open_buffer: Open) -> None:
     buffer = open_buffer()
     buffer.put_work([item(0)])
