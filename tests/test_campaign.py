@@ -100,6 +100,7 @@ def test_the_same_command_again_trains_nothing_and_says_so(reference):
 
 
 def test_a_run_killed_in_its_second_iteration_goes_on_to_the_same_bits(reference, tmp_path):
+    """Row 9: resuming changed rewards and lengths. Here weights and every metric repeat to the bit."""
     process = start(tmp_path, SMALL)
     wait_for(tmp_path, r"iter +1  generate  worker 0", process)
     os.killpg(process.pid, signal.SIGKILL)

@@ -58,6 +58,7 @@ def interrupted(buffer: Any, folder: Any, name: str, steps: int) -> WorkDone:
 def test_three_workers_make_one_sample_and_no_token_is_sampled_twice(
     buffer: Any, folder: Any, valkey_url: str, campaign: str
 ) -> None:
+    """Row 39: preemption lost or repeated work. Here partial tokens are kept and the work is handed on."""
     put(buffer, 1)
     first, second = interrupted(buffer, folder, "a", 3), interrupted(buffer, folder, "b", 4)
     assert (first.num_returned, second.num_returned) == (1, 1) and first.num_parked and second.num_parked

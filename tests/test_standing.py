@@ -55,6 +55,7 @@ def standing(store_folder: Path, campaign: str, departure: Departure | None = No
 def test_a_standing_worker_loads_what_is_required_and_reloads_when_it_rises(
     store_folder: Path, campaign: str, policy_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Row 7: a recovered engine served base weights. Here none takes work of a version it has not loaded."""
     worker = standing(store_folder, campaign)
     worker.look()
     assert worker.run is None and worker.work() == 0, "nothing was started yet"
