@@ -213,6 +213,7 @@ def test_half_of_the_workers_may_be_lost_for_good(tmp_path: Path) -> None:
     assert node.array_node.node.metadata.interruptible
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_iteration_outlives_a_killed_worker_and_a_drained_trainer(
     tmp_path: Path, leave_servers: None
