@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class Fleet:
         self.build = ""
         self._prints: dict[str, tuple[str, Any]] = {}
         self._loading = threading.Lock()
-        self._views: list[SglangEngine] = []
+        self._views: weakref.WeakSet[SglangEngine] = weakref.WeakSet()  # a drain makes new ones
 
     async def _make_budget(self) -> Budget:
         servers = max(len(self.config.urls), 1)
@@ -197,7 +198,7 @@ class Fleet:
 
     def view(self) -> "SglangEngine":
         engine = SglangEngine(self)
-        self._views.append(engine)
+        self._views.add(engine)
         return engine
 
 
