@@ -1,20 +1,30 @@
-"""PyTorch-elastic tasks that register without torch and never call a preempted training a success.
+"""PyTorch-elastic tasks: they register without torch, start warm, and call no preempted training a success.
 
-Two differences from the plugin's ``Elastic``. Its task imports torch to be defined, only to parse ``nnodes``;
-ours does not, so any machine can register the graph. And the plugin turns SIGTERM (a drained node) into exit
-code 0 without outputs; a task of one node here fails as recoverable instead, so that Flyte runs it again.
-With several nodes the process of the drained one exits with 143, and its pod is started again elsewhere.
+Three differences from the plugin's ``Elastic``. Its task imports torch to be defined, only to parse
+``nnodes``; ours does not, so any machine can register the graph. Its ranks import torch and transformers
+anew; ours are forked from one process that did, so that only a campaign's first training waits for it. And
+the plugin turns SIGTERM (a drained node) into exit code 0 without outputs; a task of one node here fails as
+recoverable instead, so that Flyte runs it again. With several nodes the process of the drained one exits with
+143, and its pod is started again elsewhere.
 """
 
+import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing import forkserver
+from typing import Any, cast
 
+import cloudpickle
+import flytekit
 from flytekit import PythonFunctionTask
+from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs, TaskPlugins
 from flytekitplugins.kfpytorch.task import Elastic, PytorchElasticFunctionTask
+
+PRELOADED = ["__main__", "tasks.train", "tasks.policy.update"]
+"""What the ranks' server imports; it must leave CUDA alone, which no forked process can use again."""
 
 
 class TrainingPreempted(Exception):
@@ -28,6 +38,47 @@ class TorchElastic(Elastic):
     @property
     def num_nodes(self) -> int:
         return int(self.nnodes)
+
+
+class RankServer:
+    """The process that ranks are forked from: alone, with one thread, and with the heavy imports done.
+
+    It keeps the environment it was started with, so ranks are told what changed since.
+    """
+
+    def __init__(self) -> None:
+        self._environment: dict[str, str] | None = None
+
+    def start(self) -> None:
+        """Returns at once; a second call does nothing."""
+        if self._environment is None:
+            multiprocessing.set_forkserver_preload(PRELOADED)
+            forkserver.ensure_running()
+            self._environment = dict(os.environ)
+
+    def changes(self) -> dict[str, str | None]:
+        """Variables set since the server's start, and with None those that are gone."""
+        self.start()
+        assert self._environment is not None
+        names = self._environment.keys() | os.environ.keys()
+        return {
+            name: os.environ.get(name)
+            for name in names
+            if os.environ.get(name) != self._environment.get(name)
+        }
+
+
+RANK_SERVER = RankServer()
+
+
+def run_rank(changes: Mapping[str, str | None], function: bytes, inputs: Mapping[str, Any]) -> Any:
+    """In a rank: the task's function, in the environment of the process that launched it."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return cloudpickle.loads(function)(**inputs)
 
 
 _PREEMPTED = object()
@@ -49,19 +100,44 @@ class TorchElasticTask(PytorchElasticFunctionTask):
         self.rdzv_backend = "c10d"
 
     def execute(self, **kwargs: Any) -> Any:
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", "1"
-        )  # torchrun's default too; unset, the plugin warns at every call
-        try:
-            return super().execute(**kwargs)
-        except IgnoreOutputs as ignored:
-            from torch.distributed.elastic.multiprocessing.api import SignalException
+        """Train on this node's ranks; the result of rank zero.
 
-            if isinstance(ignored.__context__, SignalException):
-                if self.num_nodes == 1:
-                    return _PREEMPTED
-                raise SystemExit(128 + signal.SIGTERM) from None
-            raise  # the normal end of ranks other than the first node's
+        Raises:
+            FlyteUserRuntimeException: a rank failed more than ``max_restarts`` times; its error.
+            IgnoreOutputs: the ranks of this node ended well and rank zero was another node's.
+            SystemExit: 143, SIGTERM on one of several nodes.
+        """
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default too
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        settings = cast(TorchElastic, self.task_config)
+        config = LaunchConfig(
+            run_id=flytekit.current_context().execution_id.name,
+            min_nodes=self.num_nodes,
+            max_nodes=self.num_nodes,
+            nproc_per_node=settings.nproc_per_node,
+            rdzv_backend=self.rdzv_backend,
+            rdzv_configs=settings.rdzv_configs,
+            rdzv_endpoint=os.environ.get("PET_RDZV_ENDPOINT", "localhost:0"),
+            max_restarts=settings.max_restarts,
+            monitor_interval=settings.monitor_interval,
+            start_method="forkserver",
+        )
+        function = cloudpickle.dumps(self._task_function)
+        try:
+            results = elastic_launch(config, run_rank)(RANK_SERVER.changes(), function, kwargs)
+        except ChildFailedError as failed:
+            _, first = failed.get_first_failure()
+            raise FlyteUserRuntimeException(failed, timestamp=first.timestamp) from failed
+        except SignalException:
+            if self.num_nodes == 1:
+                return _PREEMPTED
+            raise SystemExit(128 + signal.SIGTERM) from None
+        if 0 not in results:
+            raise IgnoreOutputs
+        return results[0]
 
     def post_execute(self, user_params: Any, rval: Any) -> Any:
         if (

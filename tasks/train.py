@@ -18,7 +18,7 @@ def _elastic(topology: str) -> TorchElastic:
         nnodes=nodes,
         nproc_per_node=ranks,
         max_restarts=3,
-        monitor_interval=1 if nodes == 1 else 5,
+        monitor_interval=0.1 if nodes == 1 else 5,
         increase_shared_mem=False,  # the pod template sizes /dev/shm; Flyte would add a second volume
         rdzv_configs=placement.RENDEZVOUS,
     )

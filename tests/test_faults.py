@@ -15,8 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import tiny_policy
-from flytekit.extend import IgnoreOutputs
-from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 from ranks import run_ranks
 from test_packing import rows
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -157,13 +155,10 @@ def test_sigterm_unwinds_a_rank_and_exits_with_143(where, tmp_path):
     ("topology", "raised"), [("cluster_16x8", SystemExit), ("laptop_1x2", TrainingPreempted)]
 )
 def test_a_stopped_training_never_ends_as_a_success(topology, raised, monkeypatch):
-    def stopped(self: Any, **_: Any) -> None:
-        try:
-            raise SignalException("got SIGTERM", signal.SIGTERM)
-        except SignalException:
-            raise IgnoreOutputs() from None  # what the plugin does, and Flyte takes for the end of a rank
+    def stopped(*_: Any, **__: Any) -> None:
+        raise SignalException("got SIGTERM", signal.SIGTERM)
 
-    monkeypatch.setattr(PytorchElasticFunctionTask, "execute", stopped)
+    monkeypatch.setattr("torch.distributed.launcher.api.launch_agent", stopped)
     task = UPDATE_POLICY[topology]
     with pytest.raises(raised) as caught:
         task.post_execute(None, task.execute())

@@ -1,0 +1,66 @@
+"""The elastic task on real ranks: warm starts, the launcher's environment, errors."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from flytekit import task
+
+from tasks.elastic import RANK_SERVER, TorchElastic
+
+TWO_RANKS = TorchElastic(nnodes=1, nproc_per_node=2, max_restarts=0, monitor_interval=0.1)
+
+
+@task(task_config=TWO_RANKS)
+def look(name: str) -> tuple[int, bool, str, str]:
+    """The rank's parent, whether the trainer was imported before, a variable, the rank's number."""
+    import sys
+
+    return (
+        os.getppid(),
+        "tasks.policy.update" in sys.modules,
+        os.environ.get(name, "unset"),
+        os.environ["RANK"],
+    )
+
+
+@task(task_config=TWO_RANKS)
+def fail() -> None:
+    raise ValueError(f"rank {os.environ['RANK']} must be well, got ill")
+
+
+def test_trainings_of_a_process_fork_their_ranks_from_one_server_that_imported_the_trainer():
+    first, imported, *_ = look(name="X")
+    second, imported_again, *_ = look(name="X")
+    assert first == second != os.getpid()
+    assert imported and imported_again
+
+
+def test_ranks_see_the_environment_of_their_launch_not_of_the_servers_start(monkeypatch):
+    RANK_SERVER.start()
+    monkeypatch.setenv("MOE_RL_SEEN_BY_RANKS", "new")
+    assert look(name="MOE_RL_SEEN_BY_RANKS")[2:] == ("new", "0")
+    monkeypatch.setenv("MOE_RL_SEEN_BY_RANKS", "newer")
+    assert look(name="MOE_RL_SEEN_BY_RANKS")[2] == "newer"
+    monkeypatch.delenv("MOE_RL_SEEN_BY_RANKS")
+    assert look(name="MOE_RL_SEEN_BY_RANKS")[2] == "unset"
+    monkeypatch.delenv("PATH")
+    assert look(name="PATH")[2] == "unset"
+
+
+def test_the_error_of_a_rank_reaches_whoever_ran_the_task():
+    with pytest.raises(Exception, match=r"rank \d must be well, got ill"):
+        fail()
+
+
+@pytest.mark.gpu
+def test_ranks_of_a_warm_server_can_use_their_gpu():
+    assert touch_gpu() == 3.0
+
+
+@task(task_config=TorchElastic(nnodes=1, nproc_per_node=1, max_restarts=0, monitor_interval=0.1))
+def touch_gpu() -> float:
+    import torch
+
+    return float(torch.ones(3, device="cuda").sum())
