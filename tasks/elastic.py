@@ -33,7 +33,9 @@ class TrainingPreempted(Exception):
 
 @dataclass
 class TorchElastic(Elastic):
-    """``Elastic`` with a fixed number of nodes; a range is refused."""
+    """``Elastic`` with a fixed number of nodes (a range is refused), and seconds that may be fractions."""
+
+    monitor_interval: float = 5.0  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def num_nodes(self) -> int:
