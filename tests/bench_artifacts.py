@@ -23,13 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from boto3.s3.transfer import TransferConfig
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
-
-from tasks.artifacts.patch import apply_patch, make_patch
-from tasks.policy.snapshot import HostArena
 
 COMMON = {"vocab_size": 32_000, "head_dim": 64, "tie_word_embeddings": True, "max_position_embeddings": 4096}
 DENSE = {"hidden_size": 1536, "num_hidden_layers": 14, "intermediate_size": 6144, "num_attention_heads": 24}
@@ -90,6 +86,8 @@ def bench_steps(options: argparse.Namespace) -> None:
 def measure_patch(folder: Path, kind: str, number: int, model: PreTrainedModel, threads: int) -> None:
     from safetensors.torch import load_file
 
+    from tasks.artifacts.patch import apply_patch, make_patch
+
     old, new = load_file(folder / "old"), rounded(model)
     changed = sum(int((old[n].view(torch.int16) != new[n].view(torch.int16)).sum()) for n in new)
     share = changed / sum(tensor.numel() for tensor in new.values())
@@ -110,40 +108,69 @@ def measure_patch(folder: Path, kind: str, number: int, model: PreTrainedModel, 
 
 
 def bench_stall(options: argparse.Namespace) -> None:
-    """Weights on the device, copied to the arena; then a file of them loaded back and compared."""
-    device = torch.device(options.device)
-    tensors: dict[str, Tensor] = {}
-    left = int(options.gb * 1e9)
-    while left > 0:  # expert-sized tensors: 12.6 MB each
-        elements = min(left // 2 or 1, 2048 * 3072)
-        tensors[f"t{len(tensors):05d}"] = torch.randn(elements, device=device).to(torch.bfloat16)
-        left -= elements * 2
-    arena = HostArena(device)
-    reserve, _ = timed(lambda: (arena.reserve(int(options.gb * 1e9) + len(tensors) * 64), arena._reserving))
-    start = time.monotonic()
-    if arena._reserving is not None:
-        arena._reserving.result()
-    print(f"pinning in the background: {reserve + time.monotonic() - start:.2f} s")
-    print("| snapshot | GB | stall s | GB/s | stall s per 10 GB | equal to the live tensors |")
-    print("|---|---|---|---|---|---|")
-    for number in range(3):
-        for tensor in tensors.values():
-            tensor += 1
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        snapshot = arena.take(tensors.items())
-        is_equal = all(torch.equal(tensor.cpu(), snapshot.tensors[name]) for name, tensor in tensors.items())
-        gigabytes = snapshot.num_bytes / 1e9
-        print(
-            f"| {number} | {gigabytes:.2f} | {snapshot.seconds:.3f} | {gigabytes / snapshot.seconds:.1f} | "
-            f"{snapshot.seconds / gigabytes * 10:.3f} | {is_equal} |",
-            flush=True,
-        )
+    """Snapshots of a policy and its optimizer between steps; the last one's weights written and loaded again."""
+    from tasks.policy.dispatch import LocalDispatcher
+    from tasks.policy.model import load_policy
+    from tasks.policy.trainer import make_optimizer
+    from tasks.policy.upload import named_tensors, reserved_arena
+    from tasks.policy.weights import CONFIG, write_index, write_shard
+
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder, again = Path(name), Path(name) / "again"
+        again.mkdir()
+        with torch.device(options.device):  # 2 bytes of an element's weight, 12 of its master and moments
+            make_model("moe", options.gb / 14 * 2).bfloat16().save_pretrained(folder)
+        read = partial(load_policy, dispatcher=LocalDispatcher(), device=options.device)
+        policy = read(folder)
+        optimizer = make_optimizer(policy, lr=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+        begin = time.monotonic()
+        arena = reserved_arena(policy, torch.bfloat16)
+        step_randomly(policy, optimizer)
+        arena.wait()
+        print(f"pinning beside a step: {time.monotonic() - begin:.2f} s for {arena.num_bytes / 1e9:.2f} GB")
+        print("| snapshot | GB | tensors | stall s | GB/s | stall s per 10 GB | equal to the live tensors |")
+        print("|---|---|---|---|---|---|---|")
+        held = arena.num_bytes
+        for number in range(3):
+            step_randomly(policy, optimizer)
+            snapshot = arena.take(named_tensors(policy, optimizer, torch.bfloat16))
+            live = named_tensors(policy, optimizer, torch.bfloat16)
+            is_equal = all(same_bits(tensor, snapshot.tensors[name]) for name, tensor in live)
+            gigabytes, seconds = snapshot.num_bytes / 1e9, snapshot.seconds
+            print(
+                f"| {number} | {gigabytes:.2f} | {len(snapshot.tensors)} | {seconds:.3f} | "
+                f"{gigabytes / seconds:.1f} | {seconds / gigabytes * 10:.3f} | {is_equal} |",
+                flush=True,
+            )
+        print(f"pinned during a snapshot: {arena.num_bytes - held} bytes")
+        items = ((n[6:], tensor) for n, tensor in snapshot.tensors.items() if n.startswith("model:"))
+        write_index(again, [write_shard(again, items, 0, 1)])
+        shutil.copyfile(folder / CONFIG, again / CONFIG)
+        loaded = read(again, dtype=torch.bfloat16).state_dict()
+        is_equal = all(same_bits(loaded[n], tensor.bfloat16()) for n, tensor in policy.state_dict().items())
+        print(f"{len(loaded)} tensors of the reloaded model equal the live ones bit for bit: {is_equal}")
+
+
+def step_randomly(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Bytes and not values: a negative zero equals zero."""
+    pair = [tensor.detach().to(one.device).contiguous().flatten().view(torch.uint8) for tensor in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*pair)
 
 
 def bench_server(options: argparse.Namespace) -> None:
     """Alternating rounds: the client's own transfer of a file, and the store's with hashes and checks; a read
     that hashes behind its transfer, for comparison. CPU seconds are this process's, of all threads."""
+    from boto3.s3.transfer import TransferConfig
+
     from tasks.artifacts.cache import sha256_of
     from tasks.artifacts.store import open_store
 

@@ -90,12 +90,11 @@ def buffer_take(job: "Job", number: int) -> None:
     buffer, scorer = open_buffer(job.url, job.name), f"c{number}"
     objects = open_store(job.store, job.name) if job.store else None
     buffer.outstanding(0)
+    scores: list[tuple[str, Group]] = []
     with job.measured():
         while job.is_waiting():
-            taken = buffer.take_rollouts(scorer, iteration=0, max_groups=BATCH)
-            if not taken:
-                time.sleep(0.002)
-                continue
+            stored, taken = buffer.exchange_rollouts(scorer, 0, scores, max_groups=BATCH)
+            job.count(stored)
             if objects:
                 for _, group in taken:
                     objects.get_object(group.payload.decode())
@@ -103,7 +102,8 @@ def buffer_take(job: "Job", number: int) -> None:
                 (handle, Group(group_id=group.group_id, num_samples=1, payload=b"1.0"))
                 for handle, group in taken
             ]
-            job.count(buffer.publish_scored(scorer, 0, scores))
+            if not taken:
+                time.sleep(0.002)
 
 
 @dataclass(frozen=True, slots=True)

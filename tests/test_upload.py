@@ -20,7 +20,7 @@ from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.mesh import make_mesh
 from tasks.policy.model import load_policy
 from tasks.policy.snapshot import HostArena, bit_sum
-from tasks.policy.upload import ShardUpload, host_bytes
+from tasks.policy.upload import ShardUpload, host_bytes, named_tensors
 from tasks.policy.weights import disk_tensors, stating_dtype, tensor_digest
 
 CPU = torch.device("cpu")
@@ -44,6 +44,17 @@ def test_a_snapshot_has_the_bits_of_its_moment_and_the_next_reuses_its_memory(mo
     held = arena.num_bytes
     again = arena.take(live.items())
     assert arena.num_bytes == held and torch.equal(again.tensors["a"], live["a"])
+
+
+def test_a_snapshot_of_the_reserved_size_needs_no_more_memory_whatever_its_tensors(monkeypatch):
+    monkeypatch.setattr("tasks.policy.snapshot.CHUNK_BYTES", 1024)
+    arena = HostArena(CPU)
+    sizes = [640, 640, 64, 3000, 640]  # of pieces of 1,024 each would waste some, and none holds the largest
+    arena.reserve(sum(-(-size // 64) * 64 for size in sizes))
+    arena.wait()
+    held = arena.num_bytes
+    arena.take((str(n), torch.zeros(size, dtype=torch.uint8)) for n, size in enumerate(sizes))
+    assert arena.num_bytes == held
 
 
 def test_the_sum_of_bits_tells_one_unit_in_the_last_place_and_a_sign_of_zero():
@@ -216,7 +227,5 @@ def test_every_place_of_a_configuration_that_states_a_type_is_set():
 
 def test_the_arena_is_reserved_for_all_that_a_rank_writes(tmp_path):
     model, optimizer = make_trainee(tmp_path)
-    from tasks.policy.upload import _named
-
-    num_bytes = sum(tensor.nbytes for _, tensor in _named(model, optimizer, torch.bfloat16))
+    num_bytes = sum(tensor.nbytes for _, tensor in named_tensors(model, optimizer, torch.bfloat16))
     assert num_bytes <= host_bytes(model, torch.bfloat16)

@@ -14,7 +14,7 @@ groups that wait for a scorer, so a scorer must run beside the workers or ``capa
 hold a whole iteration.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -25,6 +25,9 @@ from tasks.experience.errors import BufferDamaged, IterationClosed, LeaseLost
 from tasks.experience.prelude import RETURNED
 from tasks.experience.records import Group, Lease, Produced, Progress, Unscored, WorkItem, combined, progress
 from tasks.experience.shards import Shards, Taken
+
+Held = tuple[str, Group]
+"""A group that a scorer took, or scored, behind the handle of its entry."""
 
 
 class ExperienceBuffer:
@@ -96,7 +99,7 @@ class ExperienceBuffer:
         ``PolicyVersionMismatch``.
         """
         leases = []
-        for _, head, payload in self._take("work", worker, iteration, policy_version, max_items):
+        for _, head, payload in self._take("work", worker, iteration, policy_version, max_items)[0]:
             entry, attempt, portion, version, groups, samples = head.split(" ")
             found = WorkItem(
                 iteration=iteration,
@@ -247,14 +250,9 @@ class ExperienceBuffer:
         found = server.read("hmget", self._shards.key(item.iteration, "parked"), list(group_ids))
         return {name: payload for name, payload in zip(group_ids, found, strict=True) if payload is not None}
 
-    def take_rollouts(self, scorer: str, *, iteration: int, max_groups: int) -> list[tuple[str, Group]]:
+    def take_rollouts(self, scorer: str, *, iteration: int, max_groups: int) -> list[Held]:
         """Take groups to score, under the same lease rule as work. The handle names entry and attempt."""
-        taken = []
-        for shard, head, payload in self._take("rollouts", scorer, iteration, None, max_groups):
-            entry, attempt, _, _, samples, group_id = head.split(" ", 5)
-            found = Group(group_id=group_id, num_samples=int(samples), payload=payload)
-            taken.append((f"{entry}@{attempt}@{shard}", found))
-        return taken
+        return self.exchange_rollouts(scorer, iteration, [], max_groups=max_groups)[1]
 
     def renew_rollouts(self, scorer: str, *, iteration: int, handles: Iterable[str]) -> int:
         """Start the time of these anew; returns how many are still held."""
@@ -271,29 +269,37 @@ class ExperienceBuffer:
         reply = self._shards.run("refuse", iteration, [scorer, entry, attempt, reason], int(shard))
         return reply[1].decode() if reply[0] == 1 else None
 
-    def publish_scored(self, scorer: str, iteration: int, scored: Sequence[tuple[str, Group]]) -> int:
+    def publish_scored(self, scorer: str, iteration: int, scored: Sequence[Held]) -> int:
         """Store scored groups and settle their entries, atomically; returns how many were stored.
 
         A handle that another attempt took over is skipped: its new holder will publish. Never refused for
         lack of memory, since it frees what it replaces.
         """
-        stored = 0
-        for shard in self._shards.numbers:
-            argv: list[Any] = [scorer]
-            for handle, group in scored:
-                *fence, where = handle.split("@")
-                if int(where) == shard:
-                    packed = group.num_samples.to_bytes(4, "big") + group.payload
-                    argv += [*fence, group.group_id, packed]
-            reply = self._shards.run("publish_scored", iteration, argv, shard)
+        return self.exchange_rollouts(scorer, iteration, scored, max_groups=0)[0] if scored else 0
+
+    def exchange_rollouts(
+        self, scorer: str, iteration: int, scored: Sequence[Held], *, max_groups: int
+    ) -> tuple[int, list[Held]]:
+        """``publish_scored``, then ``take_rollouts``, for the price of one: (how many were stored, groups)."""
+        argv: dict[int, list[Any]] = {}
+        for handle, group in scored:
+            entry, attempt, shard = handle.split("@")
+            packed = group.num_samples.to_bytes(4, "big") + group.payload
+            argv.setdefault(int(shard), [scorer]).extend((entry, attempt, group.group_id, packed))
+        found, replies = self._take("rollouts", scorer, iteration, None, max_groups, argv)
+        for reply in replies.values():
             if reply[0] == -1:
                 raise ValueError(
                     f"a scored group must keep the handle that take_rollouts gave, got group "
                     f"{reply[1].decode()} with the handle of another group. Nothing of its shard was "
                     "stored; pair them again."
                 )
-            stored += int(reply[1])
-        return stored
+        taken = []
+        for shard, head, payload in found:
+            entry, attempt, _, _, samples, group_id = head.split(" ", 5)
+            group = Group(group_id=group_id, num_samples=int(samples), payload=payload)
+            taken.append((f"{entry}@{attempt}@{shard}", group))
+        return sum(int(reply[1]) for reply in replies.values()), taken
 
     def unscored(self, iteration: int) -> list[Unscored]:
         """Groups that no scorer survived, by group id: rejected samples for the ledger."""
@@ -379,13 +385,21 @@ class ExperienceBuffer:
         return ["work", lease.worker, lease.entry_id, lease.attempt]
 
     def _take(
-        self, stream: str, consumer: str, iteration: int, version: int | None, number: int
-    ) -> list[Taken]:
+        self,
+        stream: str,
+        consumer: str,
+        iteration: int,
+        version: int | None,
+        number: int,
+        scored: Mapping[int, Sequence[Any]] = {},
+    ) -> tuple[list[Taken], dict[int, Any]]:
         if not consumer or consumer == RETURNED:
             raise ValueError(
                 f"worker and scorer names must not be empty or reserved, got {consumer!r}. Rename."
             )
-        if number < 1:
+        if number < 1 and not scored:
             raise ValueError(f"the number to take must be at least 1, got {number}.")
         terms = [self._lease_ms, self._max_attempts]
-        return self._shards.take(stream, consumer, terms, iteration=iteration, version=version, number=number)
+        return self._shards.take(
+            stream, consumer, terms, iteration=iteration, version=version, number=number, scored=scored
+        )

@@ -13,9 +13,6 @@ No ``#!lua`` line on purpose: with one, a server that is out of memory refuses t
 from tasks.experience.group_scripts import PARK, PUBLISH, PUBLISH_SCORED, REFUSE
 from tasks.experience.prelude import GROUP, KEY_NAMES, script
 
-SMALL = 16 << 10
-"""Bytes of a group's payload that cost less inside Lua than another round trip does."""
-
 # ARGV: policy version, iteration, "shard/shards", then (item id, portion, groups, samples, payload) each.
 # -> {1, newly added} | {-1, version on record} | {-2} when the iteration was dropped | {-3, layout on record}
 PUT = f"""
@@ -44,10 +41,10 @@ return {{1, added}}
 # Expired and returned entries first, oldest first, then new ones. XPENDING IDLE + XCLAIM and not XAUTOCLAIM:
 # the latter hands over before one can look at the delivery count, and stops after 10 * COUNT live leases.
 # ARGV: "work" | "rollouts", consumer, lease ms, max attempts, count, policy version or "", "shard/shards"
-# -> {1, entries lost, then (head, payload) each} | {-1, version on record} | {-2, reason} when barred
-#    | {-3, layout on record}. The head is "entry attempt", then of work "portion version groups samples", of
-#    rollouts "blob bytes samples id": one string, since each value costs the consumer time to parse. A large
-#    group's payload is nil: the consumer reads it from ``payloads``.
+# -> {1, entries lost, then (head, payload) of each item or the head of each group} | {-1, version on record}
+#    | {-2, reason} when barred | {-3, layout on record}. The head is "entry attempt", then of work "portion
+#    version groups samples", of rollouts "blob bytes samples id": one string, since each value costs the consumer
+#    time to parse. The consumer reads a group's payload from ``payloads``.
 TAKE = f"""
 local is_work, worker, want = ARGV[1] == 'work', ARGV[2], tonumber(ARGV[5])
 local stream = is_work and work or rollouts
@@ -57,9 +54,9 @@ if ARGV[6] ~= '' and ARGV[6] ~= version then return {{-1, version}} end
 if layout ~= ARGV[7] then return {{-3, layout}} end
 local why = is_work and call('HGET', barred, worker)
 if why then return {{-2, why}} end
-local clock = call('TIME')
-local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local reply, lost, given = {{1, 0}}, 0, 0
+local clock = is_work and call('TIME')
+local now = clock and string.format('%.0f', clock[1] * 1000 + math.floor(clock[2] / 1000))
 
 local function set_aside(entry, attempts, owner)
   local found = call('XRANGE', stream, entry, entry)
@@ -82,19 +79,16 @@ local function set_aside(entry, attempts, owner)
 end
 local function hand_out(entry, attempt, fields)
   given = given + 1
-  local head, payload = {{entry, attempt}}, false
-  if is_work then
-    call('HSET', since, entry, string.format('%.0f', now))
-    for i, name in ipairs({{'portion', 'version', 'groups', 'samples'}}) do
-      head[i + 2] = field(fields, name)
-    end
-    payload = field(fields, 'payload')
-  else
-    head[3] = field(fields, 'what')
-    local blob, bytes = what(head[3])
-    if tonumber(bytes) <= {SMALL} then payload = call('HGET', payloads, blob) end
+  local head = entry .. ' ' .. attempt .. ' '
+  if not is_work then
+    reply[#reply + 1] = head .. field(fields, 'what')
+    return
   end
-  reply[2 * given + 1], reply[2 * given + 2] = table.concat(head, ' '), payload
+  call('HSET', since, entry, now)
+  local rest = {{}}
+  for i, name in ipairs({{'portion', 'version', 'groups', 'samples'}}) do rest[i] = field(fields, name) end
+  reply[#reply + 1] = head .. table.concat(rest, ' ')
+  reply[#reply + 1] = field(fields, 'payload')
 end
 
 while given < want do
@@ -114,7 +108,7 @@ end
 if given < want then
   local room = want - given
   local new = call('XREADGROUP', 'GROUP', '{GROUP}', worker, 'COUNT', room, 'STREAMS', stream, '>')
-  if new then for _, entry in ipairs(new[1][2]) do hand_out(entry[1], 1, entry[2]) end end
+  if new then for _, entry in ipairs(new[1][2]) do hand_out(entry[1], '1', entry[2]) end end
 end
 reply[2] = lost
 return reply

@@ -22,6 +22,8 @@ from tasks.experience import scripts
 from tasks.experience.errors import BufferFull, BufferUnreachable, ServerUnfit
 from tasks.experience.packing import Packer
 
+Call = tuple[str, Sequence[str | bytes], Sequence[Any]]
+"""Of a script: its name, keys and arguments."""
 _TRANSIENT = (ConnectionError, TimeoutError, ReadOnlyError)
 # ConnectionErrors to the client, but waiting is no cure.
 _PERMANENT = (AuthenticationError, AuthorizationError)
@@ -81,6 +83,25 @@ class Server:
 
     def run(self, script: str, keys: Sequence[str | bytes], argv: Sequence[Any]) -> Any:
         return self.call(lambda: self._scripts[script](keys=keys, args=argv))
+
+    def run_all(self, calls: Sequence[Call]) -> list[Any]:
+        """The replies of several scripts, one after the other in one round trip but not atomically."""
+        if len(calls) == 1:
+            return [self.run(*calls[0])]
+
+        def attempt() -> list[Any]:
+            pipe = self.client.pipeline(transaction=False)
+            for script, keys, argv in calls:
+                pipe.evalsha(self._scripts[script].sha, len(keys), *keys, *argv)
+            replies = pipe.execute(raise_on_error=False)
+            for n, (script, keys, argv) in enumerate(calls):
+                if isinstance(replies[n], NoScriptError):  # a server that restarted
+                    replies[n] = self._scripts[script](keys=keys, args=argv)
+                elif isinstance(replies[n], Exception):
+                    raise replies[n]
+            return replies
+
+        return self.call(attempt)
 
     def run_with_values(
         self, script: str, keys: Sequence[str | bytes], argv: Sequence[Any], key: str, values: Sequence[bytes]

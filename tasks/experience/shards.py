@@ -1,7 +1,7 @@
 """The servers that one campaign's buffer is spread over: which one holds what, and how all are asked."""
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tasks.experience import scripts
@@ -14,7 +14,7 @@ from tasks.experience.errors import (
 )
 from tasks.experience.prelude import CAMPAIGN_KEYS
 from tasks.experience.records import WorkItem
-from tasks.experience.server import Server
+from tasks.experience.server import Call, Server
 
 Taken = tuple[int, str, bytes]
 """(shard, head, payload) of what a consumer was handed; the head's values are in the script's order."""
@@ -83,54 +83,64 @@ class Shards:
         iteration: int,
         version: int | None,
         number: int,
-    ) -> list[Taken]:
+        scored: Mapping[int, Sequence[Any]] = {},
+    ) -> tuple[list[Taken], dict[int, Any]]:
         """Up to ``number`` entries. Consumers begin at different shards, so that none is asked by all first.
 
         Args:
             terms: lease in ms, attempts at most.
+            scored: by shard, arguments of ``publish_scored``, which runs before the shard is asked and with it.
+
+        Returns:
+            the entries, and the replies to ``scored`` by shard.
         """
         taken: list[Taken] = []
+        replies: dict[int, Any] = {}
         first = zlib.crc32(consumer.encode())
         for shard in ((first + n) % len(self.servers) for n in self.numbers):
-            if len(taken) == number:
-                break
-            wanted = "" if version is None else version
-            argv = [stream, consumer, *terms, number - len(taken), wanted, self.layout(shard)]
-            reply = self.run("take", iteration, argv, shard)
-            if reply[0] == -2:
-                raise WorkerBarred(
-                    f"worker {consumer} must publish groups that can be read, got barred: "
-                    f"{reply[1].decode()}. Its items went back to the queue; replace the worker."
-                )
-            self.refuse(reply, iteration, version, shard)
-            if reply[1]:
-                raise BufferDamaged(
-                    f"every leased entry of {self.key(iteration, stream)} must exist until it is settled, "
-                    f"got {reply[1]} deleted by somebody else (XTRIM, XDEL or eviction). Samples are lost: "
-                    "run this iteration again."
-                )
-            heads = [head.decode() for head in reply[2::2]]
-            pairs = list(zip(heads, reply[3::2], strict=True))
-            if stream == "rollouts":
-                pairs = self._with_payloads(consumer, iteration, shard, pairs)
-            taken += [(shard, head, payload) for head, payload in pairs]
-        return taken
+            calls: list[Call] = []
+            if shard in scored:
+                calls.append(("publish_scored", self._keys("publish_scored", iteration), scored[shard]))
+            if len(taken) < number:
+                wanted = "" if version is None else version
+                argv = [stream, consumer, *terms, number - len(taken), wanted, self.layout(shard)]
+                calls.append(("take", self._keys("take", iteration), argv))
+            found = self.servers[shard].run_all(calls) if calls else []
+            if shard in scored:
+                replies[shard] = found[0]
+            if len(taken) < number:
+                taken += self._taken(stream, consumer, found[-1], iteration, version, shard)
+        return taken, replies
 
-    def _with_payloads(
-        self, scorer: str, iteration: int, shard: int, pairs: list[tuple[str, bytes | None]]
-    ) -> list[tuple[str, bytes]]:
-        """Groups with the payloads that the script did not send, less those that another scorer took over and
-        scored meanwhile."""
-        unsent = [head for head, payload in pairs if payload is None]
-        key, found = self.key(iteration, "payloads"), {}
-        if unsent:
-            blobs = [head.split(" ", 3)[2] for head in unsent]
-            found = dict(zip(unsent, self.servers[shard].read("hmget", key, blobs), strict=True))
-        complete = []
-        for head, sent in pairs:
-            payload = found[head] if sent is None else sent
+    def _taken(
+        self, stream: str, consumer: str, reply: list[Any], iteration: int, version: int | None, shard: int
+    ) -> list[Taken]:
+        """What the script ``take`` handed out."""
+        if reply[0] == -2:
+            raise WorkerBarred(
+                f"worker {consumer} must publish groups that can be read, got barred: "
+                f"{reply[1].decode()}. Its items went back to the queue; replace the worker."
+            )
+        self.refuse(reply, iteration, version, shard)
+        if reply[1]:
+            raise BufferDamaged(
+                f"every leased entry of {self.key(iteration, stream)} must exist until it is settled, "
+                f"got {reply[1]} deleted by somebody else (XTRIM, XDEL or eviction). Samples are lost: "
+                "run this iteration again."
+            )
+        if stream == "work":
+            pairs = zip(reply[2::2], reply[3::2], strict=True)
+            return [(shard, head.decode(), payload) for head, payload in pairs]
+        heads = [head.decode() for head in reply[2:]]
+        return self._with_payloads(consumer, iteration, shard, heads) if heads else []
+
+    def _with_payloads(self, scorer: str, iteration: int, shard: int, heads: list[str]) -> list[Taken]:
+        """Groups with their payloads, less those that another scorer took over and scored meanwhile."""
+        key, complete = self.key(iteration, "payloads"), []
+        blobs = [head.split(" ", 3)[2] for head in heads]
+        for head, payload in zip(heads, self.servers[shard].read("hmget", key, blobs), strict=True):
             if payload is not None:
-                complete.append((head, payload))
+                complete.append((shard, head, payload))
                 continue
             entry, attempt, blob, _ = head.split(" ", 3)
             if self.run("renew", iteration, ["rollouts", scorer, entry, attempt], shard):

@@ -2,7 +2,8 @@
 
 The trainer stands still only for this copy. On a GPU it goes to pinned memory, which the device writes at the
 bus's speed; pinning is slow itself, so an arena pins once, while something else runs, and is used again by
-the next snapshot. Beside each tensor goes the sum of its bits as integers, taken where the live tensor lies:
+the next snapshot. What is reserved is one piece: of several, each would waste what its last tensor did not fit
+into, and the first snapshot would pin more while the trainer stands still. Beside each tensor goes the sum of its bits as integers, taken where the live tensor lies:
 what is written later is compared with it, so a file of an earlier step, or one that a buffer's next user
 overwrote, cannot pass for this one.
 """
@@ -10,6 +11,7 @@ overwrote, cannot pass for this one.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,7 +49,7 @@ class HostArena:
     """Host memory that snapshots are copied to, in turn; pinned where they come from a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_pinned = device.type == "cuda"
+        self._device = device
         self._chunks: list[Tensor] = []
         self._chunk = self._offset = 0
         self._reserving: Future[None] | None = None
@@ -63,11 +65,15 @@ class HostArena:
         self._reserving = pool.submit(self._allocate, num_bytes)
         pool.shutdown(wait=False)
 
-    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> Snapshot:
-        """Copy named tensors. What split tensors yield is put together one at a time (a collective)."""
+    def wait(self) -> None:
+        """Until what was reserved is there."""
         if self._reserving is not None:
             self._reserving.result()
             self._reserving = None
+
+    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> Snapshot:
+        """Copy named tensors. What split tensors yield is put together one at a time (a collective)."""
+        self.wait()
         start, self._chunk, self._offset = time.monotonic(), 0, 0
         copies: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
@@ -88,11 +94,17 @@ class HostArena:
         )
 
     def _allocate(self, num_bytes: int) -> None:
-        while self.num_bytes < num_bytes:
-            self._chunks.append(self._new_chunk(min(CHUNK_BYTES, num_bytes - self.num_bytes)))
+        if self.num_bytes < num_bytes:
+            self._chunks.append(self._new_chunk(num_bytes - self.num_bytes))
 
     def _new_chunk(self, num_bytes: int) -> Tensor:
-        return torch.empty(max(num_bytes, ALIGNMENT), dtype=torch.uint8, pin_memory=self._is_pinned)
+        chunk = torch.empty(max(num_bytes, ALIGNMENT), dtype=torch.uint8)
+        chunk.fill_(0)  # memory is not there before it is touched; pinning would touch page after page
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):  # a thread's own would be the first
+                _pin(chunk)
+            weakref.finalize(self, _unpin, chunk.data_ptr())
+        return chunk
 
     def _place(self, tensor: Tensor) -> Tensor:
         """Room for a copy of the tensor: behind the last one, or at the start of a chunk it fits into."""
@@ -117,3 +129,12 @@ def _read(sums: dict[str, Tensor]) -> dict[str, int]:
     for names in by_device.values():
         found |= dict(zip(names, torch.stack([sums[name] for name in names]).tolist(), strict=True))
     return found
+
+
+def _pin(chunk: Tensor) -> None:
+    """Not ``pin_memory=True``, which rounds up to a power of two."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), chunk.nbytes, 0))
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

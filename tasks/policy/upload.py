@@ -39,12 +39,12 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from tasks.artifacts.errors import StaleWeights, UploadFailed
-from tasks.artifacts.manifest import StoredFile
 from tasks.policy import weights
 from tasks.policy.mesh import ParallelMesh
 from tasks.policy.snapshot import HostArena, Snapshot, bit_sum
 
 if TYPE_CHECKING:
+    from tasks.artifacts.manifest import StoredFile
     from tasks.artifacts.store import PolicyStore
 
 STEMS = ("model", "optimizer")
@@ -101,7 +101,7 @@ class ShardUpload:
         self._dtype = str(dtype).removeprefix("torch.")
         if self._mesh.replicate_rank != 0:
             return
-        snapshot = self._arena.take(_named(model, optimizer, dtype))
+        snapshot = self._arena.take(named_tensors(model, optimizer, dtype))
         self._seconds = snapshot.seconds
         for stem in STEMS:
             self._pending[stem] = self._pool.submit(self._store_shard, stem, snapshot)
@@ -198,7 +198,10 @@ def _local_elements(param: Tensor) -> int:
     return param.to_local().numel() if hasattr(param, "to_local") else param.numel()  # type: ignore[operator]
 
 
-def _named(model: PreTrainedModel, optimizer: AdamW, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(
+    model: PreTrainedModel, optimizer: AdamW, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """What a snapshot holds: tensors of a rank's shards, named ``<stem>:<name in the shard>``."""
     for name, tensor in weights.disk_tensors(model, dtype):
         yield f"model:{name}", tensor
     for name, tensor in weights.optimizer_tensors(model, optimizer, dtype):
