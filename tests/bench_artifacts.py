@@ -162,7 +162,9 @@ def step_randomly(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> N
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Bytes and not values: a negative zero equals zero."""
-    pair = [tensor.detach().to(one.device).contiguous().flatten().view(torch.uint8) for tensor in (one, other)]
+    pair = [
+        tensor.detach().to(one.device).contiguous().flatten().view(torch.uint8) for tensor in (one, other)
+    ]
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*pair)
 
 

@@ -14,7 +14,7 @@ groups that wait for a scorer, so a scorer must run beside the workers or ``capa
 hold a whole iteration.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -23,11 +23,18 @@ from valkey.exceptions import OutOfMemoryError
 
 from tasks.experience.errors import BufferDamaged, IterationClosed, LeaseLost
 from tasks.experience.prelude import RETURNED
-from tasks.experience.records import Group, Lease, Produced, Progress, Unscored, WorkItem, combined, progress
-from tasks.experience.shards import Shards, Taken
-
-Held = tuple[str, Group]
-"""A group that a scorer took, or scored, behind the handle of its entry."""
+from tasks.experience.records import (
+    Group,
+    Held,
+    Lease,
+    Produced,
+    Progress,
+    Unscored,
+    WorkItem,
+    combined,
+    progress,
+)
+from tasks.experience.shards import Shards
 
 
 class ExperienceBuffer:
@@ -57,8 +64,7 @@ class ExperienceBuffer:
             raise ValueError(f"lease_seconds must be at least 0.001, got {lease_seconds}. Raise it.")
         self.campaign = campaign
         self.lease_seconds = lease_seconds
-        self._lease_ms = int(lease_seconds * 1000)
-        self._max_attempts = max_attempts
+        self._terms = [int(lease_seconds * 1000), max_attempts]
         self._capacity_bytes = capacity_bytes
         urls = [url] if isinstance(url, str) else url
         self._shards = Shards(urls, campaign, reconnect_seconds=reconnect_seconds, revive=revive)
@@ -99,7 +105,10 @@ class ExperienceBuffer:
         ``PolicyVersionMismatch``.
         """
         leases = []
-        for _, head, payload in self._take("work", worker, iteration, policy_version, max_items)[0]:
+        taken, _ = self._shards.take(
+            "work", worker, self._terms, iteration=iteration, version=policy_version, number=max_items
+        )
+        for _, head, payload in taken:
             entry, attempt, portion, version, groups, samples = head.split(" ")
             found = WorkItem(
                 iteration=iteration,
@@ -280,26 +289,24 @@ class ExperienceBuffer:
     def exchange_rollouts(
         self, scorer: str, iteration: int, scored: Sequence[Held], *, max_groups: int
     ) -> tuple[int, list[Held]]:
-        """``publish_scored``, then ``take_rollouts``, for the price of one: (how many were stored, groups)."""
+        """``publish_scored``, then ``take_rollouts``, in as many round trips as the second alone.
+
+        Returns (how many were stored, groups taken).
+        """
         argv: dict[int, list[Any]] = {}
         for handle, group in scored:
             entry, attempt, shard = handle.split("@")
             packed = group.num_samples.to_bytes(4, "big") + group.payload
             argv.setdefault(int(shard), [scorer]).extend((entry, attempt, group.group_id, packed))
-        found, replies = self._take("rollouts", scorer, iteration, None, max_groups, argv)
-        for reply in replies.values():
-            if reply[0] == -1:
-                raise ValueError(
-                    f"a scored group must keep the handle that take_rollouts gave, got group "
-                    f"{reply[1].decode()} with the handle of another group. Nothing of its shard was "
-                    "stored; pair them again."
-                )
+        found, stored = self._shards.take(
+            "rollouts", scorer, self._terms, iteration=iteration, number=max_groups, scored=argv
+        )
         taken = []
         for shard, head, payload in found:
             entry, attempt, _, _, samples, group_id = head.split(" ", 5)
             group = Group(group_id=group_id, num_samples=int(samples), payload=payload)
             taken.append((f"{entry}@{attempt}@{shard}", group))
-        return sum(int(reply[1]) for reply in replies.values()), taken
+        return stored, taken
 
     def unscored(self, iteration: int) -> list[Unscored]:
         """Groups that no scorer survived, by group id: rejected samples for the ledger."""
@@ -383,23 +390,3 @@ class ExperienceBuffer:
 
     def _holder(self, lease: Lease) -> list[Any]:
         return ["work", lease.worker, lease.entry_id, lease.attempt]
-
-    def _take(
-        self,
-        stream: str,
-        consumer: str,
-        iteration: int,
-        version: int | None,
-        number: int,
-        scored: Mapping[int, Sequence[Any]] = {},
-    ) -> tuple[list[Taken], dict[int, Any]]:
-        if not consumer or consumer == RETURNED:
-            raise ValueError(
-                f"worker and scorer names must not be empty or reserved, got {consumer!r}. Rename."
-            )
-        if number < 1 and not scored:
-            raise ValueError(f"the number to take must be at least 1, got {number}.")
-        terms = [self._lease_ms, self._max_attempts]
-        return self._shards.take(
-            stream, consumer, terms, iteration=iteration, version=version, number=number, scored=scored
-        )

@@ -61,6 +61,10 @@ class Produced:
     """Samples, not of ``samples``, that came after the iteration was closed."""
 
 
+Held = tuple[str, Group]
+"""What a scorer took, and gives back scored, behind the handle of its entry."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unscored:
     """A group that no scorer survived: its samples must enter the ledger as rejected, for this reason."""

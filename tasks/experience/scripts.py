@@ -43,8 +43,8 @@ return {{1, added}}
 # ARGV: "work" | "rollouts", consumer, lease ms, max attempts, count, policy version or "", "shard/shards"
 # -> {1, entries lost, then (head, payload) of each item or the head of each group} | {-1, version on record}
 #    | {-2, reason} when barred | {-3, layout on record}. The head is "entry attempt", then of work "portion
-#    version groups samples", of rollouts "blob bytes samples id": one string, since each value costs the consumer
-#    time to parse. The consumer reads a group's payload from ``payloads``.
+#    version groups samples", of rollouts "blob bytes samples id": one string, since each value costs the
+#    consumer time to parse. The consumer reads a group's payload from ``payloads``.
 TAKE = f"""
 local is_work, worker, want = ARGV[1] == 'work', ARGV[2], tonumber(ARGV[5])
 local stream = is_work and work or rollouts

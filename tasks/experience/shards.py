@@ -12,7 +12,7 @@ from tasks.experience.errors import (
     ShardMismatch,
     WorkerBarred,
 )
-from tasks.experience.prelude import CAMPAIGN_KEYS
+from tasks.experience.prelude import CAMPAIGN_KEYS, RETURNED
 from tasks.experience.records import WorkItem
 from tasks.experience.server import Call, Server
 
@@ -81,21 +81,27 @@ class Shards:
         terms: list[int],
         *,
         iteration: int,
-        version: int | None,
+        version: int | None = None,
         number: int,
         scored: Mapping[int, Sequence[Any]] = {},
-    ) -> tuple[list[Taken], dict[int, Any]]:
+    ) -> tuple[list[Taken], int]:
         """Up to ``number`` entries. Consumers begin at different shards, so that none is asked by all first.
 
         Args:
             terms: lease in ms, attempts at most.
-            scored: by shard, arguments of ``publish_scored``, which runs before the shard is asked and with it.
+            scored: by shard, arguments of ``publish_scored``, which runs just before the shard is asked.
 
         Returns:
-            the entries, and the replies to ``scored`` by shard.
+            the entries, and how many scored groups were stored.
         """
+        if not consumer or consumer == RETURNED:
+            raise ValueError(
+                f"worker and scorer names must not be empty or reserved, got {consumer!r}. Rename."
+            )
+        if number < 1 and not scored:
+            raise ValueError(f"the number to take must be at least 1, got {number}.")
         taken: list[Taken] = []
-        replies: dict[int, Any] = {}
+        stored = 0
         first = zlib.crc32(consumer.encode())
         for shard in ((first + n) % len(self.servers) for n in self.numbers):
             calls: list[Call] = []
@@ -107,10 +113,18 @@ class Shards:
                 calls.append(("take", self._keys("take", iteration), argv))
             found = self.servers[shard].run_all(calls) if calls else []
             if shard in scored:
-                replies[shard] = found[0]
+                stored += self._stored(found[0])
             if len(taken) < number:
                 taken += self._taken(stream, consumer, found[-1], iteration, version, shard)
-        return taken, replies
+        return taken, stored
+
+    def _stored(self, reply: Sequence[Any]) -> int:
+        if reply[0] == -1:
+            raise ValueError(
+                f"a scored group must keep the handle that take_rollouts gave, got group {reply[1].decode()} "
+                "with the handle of another group. Nothing of its shard was stored; pair them again."
+            )
+        return int(reply[1])
 
     def _taken(
         self, stream: str, consumer: str, reply: list[Any], iteration: int, version: int | None, shard: int

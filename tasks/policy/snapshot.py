@@ -2,10 +2,10 @@
 
 The trainer stands still only for this copy. On a GPU it goes to pinned memory, which the device writes at the
 bus's speed; pinning is slow itself, so an arena pins once, while something else runs, and is used again by
-the next snapshot. What is reserved is one piece: of several, each would waste what its last tensor did not fit
-into, and the first snapshot would pin more while the trainer stands still. Beside each tensor goes the sum of its bits as integers, taken where the live tensor lies:
-what is written later is compared with it, so a file of an earlier step, or one that a buffer's next user
-overwrote, cannot pass for this one.
+the next snapshot. What is reserved is one piece: each of several would waste the rest that a tensor did not
+fit into, and the first snapshot would pin more while the trainer stands still. Beside each tensor goes the
+sum of its bits as integers, taken where the live tensor lies: what is written later is compared with it, so a
+file of an earlier step, or one that a buffer's next user overwrote, cannot pass for this one.
 """
 
 from __future__ import annotations
