@@ -108,7 +108,7 @@ def measure_patch(folder: Path, kind: str, number: int, model: PreTrainedModel, 
 
 
 def bench_stall(options: argparse.Namespace) -> None:
-    """Snapshots of a policy and its optimizer between steps; the last one's weights written and loaded again."""
+    """Snapshots of a policy and its optimizer between steps; the last one's weights are loaded again."""
     from tasks.policy.dispatch import LocalDispatcher
     from tasks.policy.model import load_policy
     from tasks.policy.trainer import make_optimizer

@@ -28,6 +28,7 @@ from tasks.experience.errors import (
     LeaseLost,
     ServerUnfit,
 )
+from tasks.experience.group_scripts import COMMAND_BYTES
 from tasks.experience.ledger import IterationLedger
 from tasks.experience.packing import Packer
 from tasks.experience.records import Group, WorkItem
@@ -171,6 +172,12 @@ def test_a_group_without_its_whole_payload_is_neither_adopted_nor_handed_out(
     admin.hset("{campaign}:1:payloads", "token/1", b"short")
     argv = ["token", lease.entry_id, "w", 1, 1 << 20, "1/0", 0, 0, "a", 4, len(b"shorter")]
     assert buffer._shards.run_for(lease.item, "publish", argv) == [-3, 0]
+    large, argv[8:] = b"x" * (COMMAND_BYTES + 1), ["a", 4, COMMAND_BYTES + 1, "b", 4, 5, "c", 4, 5]
+    for missing in ("token/1", "token/3"):  # each the last of a command: refused with all before it
+        sent = {"token/1": large, "token/2": b"other", "token/3": b"third"}
+        del sent[missing]
+        admin.hset("{campaign}:1:payloads", mapping=sent)  # type: ignore[misc]
+        assert buffer._shards.run_for(lease.item, "publish", argv) == [-3, 0]
     assert (admin.xlen("{campaign}:1:rollouts"), admin.hlen("{campaign}:1:payloads")) == (0, 0)
     assert buffer.publish(lease, [group("a")]) == 1
     admin.delete("{campaign}:1:payloads")

@@ -36,7 +36,7 @@ RETURNED = "-returned-"  # the consumer that owns what was handed back
 GROUP = "g"  # one consumer group a stream is enough
 
 _FUNCTIONS = f"""
-local function call(...) return redis.call(...) end
+local call, argv = redis.call, ARGV
 local function is_closed() return call('HEXISTS', counters, 'closed') == 1 end
 local function count(name, by) call('HINCRBY', counters, name, by) end
 local function held(stream, entry, worker, attempt)

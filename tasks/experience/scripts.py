@@ -18,20 +18,20 @@ from tasks.experience.prelude import GROUP, KEY_NAMES, script
 PUT = f"""
 if call('HEXISTS', counters, 'dropped') == 1 then return {{-2}} end
 local version, layout = unpack(call('HMGET', counters, 'policy_version', 'layout'))
-if version and version ~= ARGV[1] then return {{-1, version}} end
-if layout and layout ~= ARGV[3] then return {{-3, layout}} end
+if version and version ~= argv[1] then return {{-1, version}} end
+if layout and layout ~= argv[3] then return {{-3, layout}} end
 if is_closed() then return {{1, 0}} end
-call('HSET', counters, 'policy_version', ARGV[1], 'layout', ARGV[3])
-call('HSET', open, ARGV[2], ARGV[1])
+call('HSET', counters, 'policy_version', argv[1], 'layout', argv[3])
+call('HSET', open, argv[2], argv[1])
 if call('EXISTS', work) == 0 then
   call('XGROUP', 'CREATE', work, '{GROUP}', '0', 'MKSTREAM')
   call('XGROUP', 'CREATE', rollouts, '{GROUP}', '0', 'MKSTREAM')
 end
 local added = 0
-for i = 4, #ARGV, 5 do
-  if call('SADD', items, ARGV[i]) == 1 then
-    call('XADD', work, '*', 'id', ARGV[i], 'portion', ARGV[i + 1], 'version', ARGV[1],
-         'groups', ARGV[i + 2], 'samples', ARGV[i + 3], 'payload', ARGV[i + 4])
+for i = 4, #argv, 5 do
+  if call('SADD', items, argv[i]) == 1 then
+    call('XADD', work, '*', 'id', argv[i], 'portion', argv[i + 1], 'version', argv[1],
+         'groups', argv[i + 2], 'samples', argv[i + 3], 'payload', argv[i + 4])
     added = added + 1
   end
 end
@@ -46,12 +46,12 @@ return {{1, added}}
 #    version groups samples", of rollouts "blob bytes samples id": one string, since each value costs the
 #    consumer time to parse. The consumer reads a group's payload from ``payloads``.
 TAKE = f"""
-local is_work, worker, want = ARGV[1] == 'work', ARGV[2], tonumber(ARGV[5])
+local is_work, worker, want = argv[1] == 'work', argv[2], tonumber(argv[5])
 local stream = is_work and work or rollouts
 if call('EXISTS', stream) == 0 then return {{1, 0}} end
 local version, layout = unpack(call('HMGET', counters, 'policy_version', 'layout'))
-if ARGV[6] ~= '' and ARGV[6] ~= version then return {{-1, version}} end
-if layout ~= ARGV[7] then return {{-3, layout}} end
+if argv[6] ~= '' and argv[6] ~= version then return {{-1, version}} end
+if layout ~= argv[7] then return {{-3, layout}} end
 local why = is_work and call('HGET', barred, worker)
 if why then return {{-2, why}} end
 local reply, lost, given = {{1, 0}}, 0, 0
@@ -92,14 +92,14 @@ local function hand_out(entry, attempt, fields)
 end
 
 while given < want do
-  local idle = call('XPENDING', stream, '{GROUP}', 'IDLE', ARGV[3], '-', '+', want - given)
+  local idle = call('XPENDING', stream, '{GROUP}', 'IDLE', argv[3], '-', '+', want - given)
   if #idle == 0 then break end
   for _, pending in ipairs(idle) do
     local failed = pending[4] - tonumber(call('HGET', returns, pending[1]) or 0)
-    if failed >= tonumber(ARGV[4]) then
+    if failed >= tonumber(argv[4]) then
       set_aside(pending[1], failed, pending[2])
     else
-      local claimed = call('XCLAIM', stream, '{GROUP}', worker, ARGV[3], pending[1])
+      local claimed = call('XCLAIM', stream, '{GROUP}', worker, argv[3], pending[1])
       if #claimed == 0 then lost = lost + 1
       else hand_out(pending[1], pending[4] + 1, claimed[1][2]) end
     end
@@ -117,10 +117,10 @@ return reply
 # ARGV: "work" | "rollouts", consumer, then (entry, attempt) each -> how many are still held (and now
 # renewed). JUSTID: a renewal is not a delivery.
 RENEW = f"""
-local stream, renewed = ARGV[1] == 'work' and work or rollouts, 0
-for i = 3, #ARGV, 2 do
-  if held(stream, ARGV[i], ARGV[2], ARGV[i + 1]) then
-    call('XCLAIM', stream, '{GROUP}', ARGV[2], 0, ARGV[i], 'JUSTID')
+local stream, renewed = argv[1] == 'work' and work or rollouts, 0
+for i = 3, #argv, 2 do
+  if held(stream, argv[i], argv[2], argv[i + 1]) then
+    call('XCLAIM', stream, '{GROUP}', argv[2], 0, argv[i], 'JUSTID')
     renewed = renewed + 1
   end
 end
@@ -129,11 +129,11 @@ return renewed
 
 # ARGV as RENEW -> how many were handed back. TIME 0 makes the entry idle since 1970: the next TAKE finds it.
 RETURN = """
-local stream, returned = ARGV[1] == 'work' and work or rollouts, 0
-for i = 3, #ARGV, 2 do
-  if held(stream, ARGV[i], ARGV[2], ARGV[i + 1]) then
-    hand_back(stream, ARGV[i])
-    call('HINCRBY', returns, ARGV[i], 1)
+local stream, returned = argv[1] == 'work' and work or rollouts, 0
+for i = 3, #argv, 2 do
+  if held(stream, argv[i], argv[2], argv[i + 1]) then
+    hand_back(stream, argv[i])
+    call('HINCRBY', returns, argv[i], 1)
     returned = returned + 1
   end
 end
@@ -142,36 +142,36 @@ return returned
 
 # ARGV: entry, worker, attempt, reason -> 1 | 0. As RETURN for one item, but the attempt counts as failed.
 FAIL = """
-if not held(work, ARGV[1], ARGV[2], ARGV[3]) then return 0 end
-hand_back(work, ARGV[1])
-call('HSET', failures, ARGV[1], ARGV[2] .. ': ' .. ARGV[4])
+if not held(work, argv[1], argv[2], argv[3]) then return 0 end
+hand_back(work, argv[1])
+call('HSET', failures, argv[1], argv[2] .. ': ' .. argv[4])
 return 1
 """
 
 # ARGV: entry, worker, attempt, item id -> 1 | 0. The holder may ask twice: the reply to the first may have
 # been lost. An item that lost a group meanwhile goes back to the queue instead.
 SETTLE = """
-local fence = ARGV[3] .. ' ' .. ARGV[2]
-if held(work, ARGV[1], ARGV[2], ARGV[3]) then
-  if call('SREM', redo, ARGV[4]) == 1 then
-    hand_back(work, ARGV[1])
-    call('HINCRBY', returns, ARGV[1], 1)
+local fence = argv[3] .. ' ' .. argv[2]
+if held(work, argv[1], argv[2], argv[3]) then
+  if call('SREM', redo, argv[4]) == 1 then
+    hand_back(work, argv[1])
+    call('HINCRBY', returns, argv[1], 1)
     return 0
   end
-  local fields = call('XRANGE', work, ARGV[1], ARGV[1])[1][2]
-  remove(work, ARGV[1])
-  call('HSET', settled, ARGV[4], fence)
-  call('HSET', done, ARGV[4], cmsgpack.pack(fields))
+  local fields = call('XRANGE', work, argv[1], argv[1])[1][2]
+  remove(work, argv[1])
+  call('HSET', settled, argv[4], fence)
+  call('HSET', done, argv[4], cmsgpack.pack(fields))
   count('settled', 1)
   return 1
 end
-return call('HGET', settled, ARGV[4]) == fence and 1 or 0
+return call('HGET', settled, argv[4]) == fence and 1 or 0
 """
 
 # No more leases and no more groups: the iteration's quota is met, or its groups are being scored for good.
 # ARGV: iteration -> items that were not settled
 CLOSE = """
-call('HDEL', open, ARGV[1])
+call('HDEL', open, argv[1])
 if is_closed() then return 0 end
 local adopted, left_behind = {}, {}
 for _, value in ipairs(call('HVALS', published)) do
@@ -207,7 +207,7 @@ return {{call('XLEN', work), oldest, bytes, leases, call('HGETALL', counters),
 # The mark keeps late writers and a restarted campaign from opening the iteration again. ARGV: iteration
 DROP = f"""
 for i = 1, {len(KEY_NAMES)} do if KEYS[i] ~= counters then call('UNLINK', KEYS[i]) end end
-call('HDEL', open, ARGV[1])
+call('HDEL', open, argv[1])
 call('HDEL', counters, 'bytes_waiting')
 call('HSET', counters, 'dropped', 1)
 """

@@ -20,6 +20,7 @@ from valkey.retry import Retry
 
 from tasks.experience import scripts
 from tasks.experience.errors import BufferFull, BufferUnreachable, ServerUnfit
+from tasks.experience.group_scripts import COMMAND_BYTES
 from tasks.experience.packing import Packer
 
 Call = tuple[str, Sequence[str | bytes], Sequence[Any]]
@@ -27,7 +28,6 @@ Call = tuple[str, Sequence[str | bytes], Sequence[Any]]
 _TRANSIENT = (ConnectionError, TimeoutError, ReadOnlyError)
 # ConnectionErrors to the client, but waiting is no cure.
 _PERMANENT = (AuthenticationError, AuthorizationError)
-_COMMAND = 64 << 10  # bytes of values in one command
 _OLDEST_VERSION = 7  # before: XCLAIM hands out deleted entries, and scripts fail half-way without memory
 
 
@@ -118,7 +118,7 @@ class Server:
             token, size = secrets.token_hex(8), 0
             pipe, fields = self.client.pipeline(transaction=False), [{}]
             for n, value in enumerate(values, start=1):
-                if size > _COMMAND:  # one command of many large values would hold all of them twice
+                if size > COMMAND_BYTES:  # one command of many large values would hold all of them twice
                     fields.append({})
                     size = 0
                 fields[-1][f"{token}/{n}"] = value
