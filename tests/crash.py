@@ -76,7 +76,7 @@ class Moments:
 
     def install(self) -> None:
         self.wrap(Bucket, "_call", "s3")
-        for name in ("put_work", "lease", "publish", "settle", "take_rollouts", "drop"):
+        for name in ("put_work", "lease", "publish", "settle", "exchange_rollouts", "drop"):
             self.wrap(ExperienceBuffer, name, f"buffer {name}")
         for owner, name in (
             (epoch, "train_minibatch"), (HostArena, "take"), (weights, "write_shard"),

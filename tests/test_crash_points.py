@@ -41,7 +41,7 @@ STAGES = (
     "put_work",
     "generate",
     "settle",
-    "take_rollouts",
+    "exchange_rollouts",
     "batches",
     "train_minibatch",
     "put_patched",

@@ -187,6 +187,21 @@ def test_two_scorers_and_a_dead_one_score_every_group_once(open_buffer: Open) ->
     assert (progress.groups_scored, progress.groups_published, progress.bytes_waiting) == (12, 12, 0)
 
 
+def test_scoring_settles_what_was_taken_and_takes_the_next_in_one_step(open_buffer: Open) -> None:
+    buffer = open_buffer()
+    buffer.put_work([item(n) for n in range(4)])
+    for n, lease in enumerate(buffer.lease("w", iteration=1, max_items=9)):
+        buffer.publish(lease, [group(f"{n}{letter}") for letter in "abc"])
+    stored, taken = buffer.exchange_rollouts("s", 1, [], max_groups=5)
+    assert stored == 0 and len(taken) == 5
+    stored, more = buffer.exchange_rollouts("s", 1, taken, max_groups=9)
+    assert (
+        stored == 5 and len(more) == 7 and not {g.group_id for _, g in more} & {g.group_id for _, g in taken}
+    )
+    assert buffer.exchange_rollouts("s", 1, [*taken, *more], max_groups=1) == (7, [])
+    assert len(buffer.scored_groups(1)) == 12 and buffer.progress(1).bytes_waiting == 0
+
+
 def test_a_scorers_late_handle_cannot_score_even_under_its_successors_name(open_buffer: Open) -> None:
     buffer = open_buffer()
     buffer.put_work([item(0)])

@@ -212,6 +212,21 @@ def test_a_batch_larger_than_a_scripts_stack_is_stored_and_scored_whole(
     assert buffer.progress(1).bytes_waiting == 0 and buffer.scored_groups(1) == groups
 
 
+def test_a_server_that_forgot_the_scripts_is_told_them_again(start_server: Callable[..., OwnServer]) -> None:
+    server = start_server()
+    buffer, admin = make(server.url), valkey.Valkey.from_url(server.url)
+    buffer.put_work([item(0)])
+    admin.script_flush()
+    (lease,) = buffer.lease("w", iteration=1)
+    for names in ("ab", "c"):
+        admin.script_flush()
+        assert buffer.publish(lease, [group(name) for name in names]) == len(names)
+    taken = buffer.take_rollouts("s", iteration=1, max_groups=2)
+    admin.script_flush()
+    stored, more = buffer.exchange_rollouts("s", 1, taken, max_groups=2)
+    assert (stored, [found.group_id for _, found in more]) == (2, ["c"])
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -268,12 +283,11 @@ def roll_out(url: str, name: str, seed: int) -> None:
 
 
 def score(url: str, name: str, seed: int) -> None:
-    buffer, rng = make(url, lease_seconds=0.5), random.Random(seed)
+    buffer, rng, scored = make(url, lease_seconds=0.5), random.Random(seed), []
     while buffer.progress(1).groups_scored < 2 * NUM_ITEMS:
-        taken = buffer.take_rollouts(name, iteration=1, max_groups=4)
+        _, taken = buffer.exchange_rollouts(name, 1, scored, max_groups=4)
         time.sleep(rng.uniform(0.0, 0.06))
         scored = [(handle, group(found.group_id, found.payload + b"!")) for handle, found in taken]
-        buffer.publish_scored(name, 1, scored)
 
 
 def kill_at_random(start: Callable[[int], BaseProcess], server: OwnServer, rng: random.Random) -> int:

@@ -41,7 +41,8 @@ class Intake:
     def score_waiting(self) -> int:
         """Score what is there now; returns the groups scored."""
         before = self.num_groups
-        while taken := self.buffer.take_rollouts(NAME, iteration=self.iteration, max_groups=self.max_groups):
+        taken = self.buffer.take_rollouts(NAME, iteration=self.iteration, max_groups=self.max_groups)
+        while taken:
             start = time.monotonic()
             groups, unreadable = readable(taken)
             for handle, reason in unreadable:
@@ -50,10 +51,10 @@ class Intake:
                 say("score", text, iteration=self.iteration)
             with self._held([handle for handle, _ in groups]):
                 scored = score_groups(groups, self.scorer)
-            self.buffer.publish_scored(NAME, self.iteration, scored)
             self.busy_seconds += time.monotonic() - start
             self.num_groups += len(groups)
             self.num_samples += sum(group.num_samples for _, group in groups)
+            _, taken = self.buffer.exchange_rollouts(NAME, self.iteration, scored, max_groups=self.max_groups)
         return self.num_groups - before
 
     def follow(self, *, timeout_seconds: float) -> None:
