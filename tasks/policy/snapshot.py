@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,8 +134,10 @@ def _read(sums: dict[str, Tensor]) -> dict[str, int]:
 
 def _pin(chunk: Tensor) -> None:
     """Not ``pin_memory=True``, which rounds up to a power of two."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), chunk.nbytes, 0))
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(chunk.data_ptr(), chunk.nbytes, 0)))
 
 
 def _unpin(address: int) -> None:
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
