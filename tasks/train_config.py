@@ -6,7 +6,8 @@ from pydantic import Field, model_validator
 
 from tasks.deepep_config import DeepEPConfig
 from tasks.grid import Grid
-from tasks.section import Section
+from tasks.nvlink_config import NVLinkConfig
+from tasks.section import Section, divisors
 
 TOPOLOGIES = {"laptop_1x2": (1, 2), "node_1x8": (1, 8), "cluster_16x8": (16, 8)}
 """Trainer topologies: name -> (nodes, ranks a node). Flyte fixes a topology when a task is registered, so
@@ -28,8 +29,10 @@ class TrainConfig(Section):
     """Pipeline stages: blocks of ranks that hold consecutive layers."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations and the weights they meet; master weights, gradients and their sums are float32."""
-    dispatcher: Literal["local", "all_to_all", "deepep"] = "all_to_all"
+    dispatcher: Literal["local", "all_to_all", "deepep", "nvlink"] = "all_to_all"
+    """``nvlink`` is for the GPUs of one node, which fetch rows from each other's memory in expert order."""
     deepep: DeepEPConfig = DeepEPConfig()
+    nvlink: NVLinkConfig = NVLinkConfig()
     network: Literal["any", "efa"] = "any"
     """``efa`` ends a run whose NCCL does not send through libfabric's EFA provider between nodes."""
     backend: Literal["gloo", "nccl"] = "gloo"
@@ -121,6 +124,29 @@ class TrainConfig(Section):
             raise ValueError(
                 f"dispatcher 'local' goes with ep=1 and only with it, got dispatcher={self.dispatcher!r}, "
                 f"ep={self.ep}. Set dispatcher to {'local' if self.ep == 1 else 'all_to_all'}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nvlink_can_run(self) -> Self:
+        if self.dispatcher != "nvlink":
+            if self.nvlink != NVLinkConfig():
+                raise ValueError(
+                    f"nvlink speaks to dispatcher 'nvlink' only, got dispatcher={self.dispatcher!r} and "
+                    f"{self.nvlink}. Leave its fields out, or set dispatcher to 'nvlink'."
+                )
+            return self
+        nodes, ranks = TOPOLOGIES[self.topology]
+        if self.backend != "nccl" or (nodes > 1 and ranks % self.ep):
+            raise ValueError(
+                f"dispatcher 'nvlink' joins GPUs of one node, got backend={self.backend!r}, ep={self.ep} "
+                f"with {ranks} ranks a node. Set backend to 'nccl' and ep to one of "
+                f"{[n for n in divisors(ranks) if n > 1]}, or dispatcher to 'deepep'."
+            )
+        if self.nvlink.max_tokens < self.micro_batch_tokens:
+            raise ValueError(
+                "nvlink.max_tokens must be at least micro_batch_tokens, got "
+                f"{self.nvlink.max_tokens} < {self.micro_batch_tokens}. Set it to {self.micro_batch_tokens}."
             )
         return self
 

@@ -27,15 +27,24 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tasks.deepep_config import DeepEPConfig
-from tasks.policy.dispatch import Dispatcher, LocalDispatcher, make_dispatcher
+from tasks.nvlink_config import NVLinkConfig
+from tasks.policy.deepep import make_deepep
+from tasks.policy.dispatch import Dispatcher, ExchangeShape, LocalDispatcher, make_dispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.mesh import make_mesh, reduce_gradients
 from tasks.policy.norms import use_fused_norms
+from tasks.policy.nvlink import make_nvlink
 
 PEAK_FLOPS = 989e12
 FUSED = ["local+logprob", "local+logprob+experts", "local+all", "local+all+keep"]
-EXCHANGES = [f"{name}{fused}" for name in ("all_to_all", "deepep") for fused in ("", "+all", "+all+keep")]
+EXCHANGES = [
+    f"{name}{fused}"
+    for name in ("all_to_all", "deepep", "nvlink", "nvlink_fixed")
+    for fused in ("", "+all", "+all+keep")
+]
 KEEP_BYTES = 5 * 2**30
+FIXED_ROWS = 1.5
+"""Room for received rows under "nvlink_fixed", in even shares; the host then waits for no count."""
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
 SHAPE = {
@@ -73,16 +82,17 @@ def build(path: str, mesh) -> Qwen3MoeForCausalLM:
 
 @functools.cache  # a model's buffer serves the next one as well
 def open_dispatcher(name: str, group: dist.ProcessGroup, **settings: Any) -> Dispatcher:
-    def deepep(group: dist.ProcessGroup) -> Dispatcher:
-        from tasks.policy.deepep import ExchangeShape, make_deepep
-
+    def build(group: dist.ProcessGroup) -> Dispatcher:
         shape = ExchangeShape(
             hidden=SHAPE["hidden_size"], num_topk=SHAPE["num_experts_per_tok"], deterministic=False,
             timeout_seconds=120,
         )  # fmt: skip
-        return make_deepep(group, DeepEPConfig(max_tokens=ROWS * LENGTH, **settings), shape)
+        if name == "deepep":
+            return make_deepep(group, DeepEPConfig(max_tokens=ROWS * LENGTH, **settings), shape)
+        capacity = FIXED_ROWS if name == "nvlink_fixed" else 0.0
+        return make_nvlink(group, NVLinkConfig(max_tokens=ROWS * LENGTH, capacity=capacity), shape)
 
-    return make_dispatcher(name, group, deepep)  # type: ignore[arg-type]
+    return make_dispatcher("nvlink" if name == "nvlink_fixed" else name, group, build)  # type: ignore[arg-type]
 
 
 def exchange_ms(dispatcher: Dispatcher, repeats: int = 20) -> dict[str, float]:

@@ -46,7 +46,8 @@ class Setting:
         """Largest error of a result, as a share of the sum of its terms' sizes; derived, not measured."""
         if self.dtype == torch.bfloat16:  # half of 2^-7 a rounding; a hundredth for float32 sums in between
             return 1.01 * self.num_roundings * 2**-8
-        return 8 * 2**-53  # at most 8 terms: 7 additions and a product
+        # at most 8 terms: 7 additions and a product
+        return 8 * (2**-24 if self.dtype == torch.float32 else 2**-53)
 
 
 def selections(kind: str, num_tokens: int, setting: Setting, generator: torch.Generator) -> Tensor:
@@ -105,7 +106,7 @@ def run_case(dispatcher: Dispatcher, case: str, setting: Setting = Setting()) ->
     generator = torch.Generator().manual_seed(dispatcher.rank)
     number_TK = selections(kind, setting.scale * tokens[dispatcher.rank], setting, generator)
     x_TD = features(number_TK.shape[0], setting, generator).to(setting.device)
-    weights = torch.float32 if setting.dtype == torch.bfloat16 else setting.dtype
+    weights = torch.float64 if setting.dtype == torch.float64 else torch.float32
     weight_TK = torch.rand(number_TK.shape, dtype=weights, generator=generator)
     weight_TK[number_TK < 0] = torch.nan  # a missing selection's weight must not leak
     grad_TD = torch.randn(x_TD.shape, dtype=torch.float64, generator=generator).to(setting.dtype)

@@ -130,6 +130,22 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
             {"train": {"deepep": {"fp8": True}}},
             ["deepep speaks to dispatcher 'deepep' only, got dispatcher='all_to_all'", "fp8=True"],
         ),
+        (
+            {"train": {"dispatcher": "nvlink"}},
+            ["'nvlink' joins GPUs of one node, got backend='gloo'", "one of [2], or"],
+        ),
+        (
+            {"train": {"topology": "cluster_16x8", "ep": 16, "dispatcher": "nvlink", "backend": "nccl"}},
+            ["ep=16 with 8 ranks a node", "one of [2, 4, 8], or dispatcher to 'deepep'"],
+        ),
+        (
+            {"train": {"dispatcher": "nvlink", "backend": "nccl", "nvlink": {"max_tokens": 8192}}},
+            ["nvlink.max_tokens must be at least micro_batch_tokens, got 8192 < 16384"],
+        ),
+        (
+            {"train": {"nvlink": {"capacity": 1.5}}},
+            ["nvlink speaks to dispatcher 'nvlink' only, got dispatcher='all_to_all'", "capacity=1.5"],
+        ),
         ({"train": {"network": "efa"}}, ["network 'efa' is for backend 'nccl', got backend='gloo'"]),
         ({"model": {"random": {"num_kv_heads": 3}}}, ["num_kv_heads must divide num_heads", "[1, 2, 4]"]),
         ({"model": {"random": {"experts_per_token": 9}}}, ["at most num_experts", "9 > 8"]),

@@ -21,7 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tasks.deepep_config import DeepEPConfig
-from tasks.policy.dispatch import Dispatched, check_inputs, experts_per_rank
+from tasks.policy.dispatch import (
+    Dispatched,
+    ExchangeShape,
+    check_inputs,
+    experts_per_rank,
+    refuse_replay,
+)
 from tasks.policy.progress import BLOCKED
 
 EXPERT_ALIGNMENT = 128
@@ -31,17 +37,6 @@ FP8_BLOCK = 128
 FP8_MAX = 448.0
 FP8_SMALLEST = 1e-4
 """A block whose largest value is below it is scaled as if it were this, so that no scale is 0."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExchangeShape:
-    """What the buffer is sized by beside its settings, and how long it may wait."""
-
-    hidden: int
-    num_topk: int
-    deterministic: bool
-    timeout_seconds: int
-    """Longer than the slowest rank may come late to an exchange."""
 
 
 @dataclass(slots=True)
@@ -180,7 +175,7 @@ class DeepEPDispatcher:
         )
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
-        _refuse_replay()
+        refuse_replay()
         if y_RD.dtype != torch.bfloat16:
             raise ValueError(f"rows of a DeepEP combine must be bfloat16, got {y_RD.dtype}. Convert them.")
         return _Combine.apply(self.transport, handle, y_RD)
@@ -199,7 +194,7 @@ class DeepEPDispatcher:
         self.transport.close()
 
     def _check(self, x_TD: Tensor) -> None:
-        _refuse_replay()
+        refuse_replay()
         if x_TD.dtype != torch.bfloat16:
             raise ValueError(
                 f"tokens of a DeepEP dispatch must be bfloat16, got {x_TD.dtype}. "
@@ -259,15 +254,6 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
         with BLOCKED:
             return None, None, ctx.transport.resend(grads[0].contiguous(), ctx.handle)
-
-
-def _refuse_replay() -> None:
-    # inside a backward pass only activation checkpointing calls a forward
-    if torch._C._current_graph_task_id() != -1:
-        raise RuntimeError(
-            "an exchange must run once a pass, got one inside a backward pass: activation checkpointing "
-            "repeats it, in an order that ranks need not share. Checkpoint what lies between exchanges only."
-        )
 
 
 def expanded_experts(psum_e: Tensor, num_rows: int) -> Tensor:

@@ -35,6 +35,21 @@ class Dispatched:
     """Routing weights; unspecified where ``expert_RK`` is -1, so select with ``where``, never multiply."""
     handle: Any
     """What ``combine`` needs to find the way back."""
+    end_e: Tensor | None = None
+    """Where each local expert's rows end, if rows are one a (token, expert) and lie by expert: they go into a
+    grouped product as they are. Rows past the last hold anything and have expert -1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeShape:
+    """What the memory of an exchange is sized by beside its settings, and how long it may wait."""
+
+    hidden: int
+    num_topk: int
+    deterministic: bool
+    timeout_seconds: int
+    """Longer than the slowest rank may come late to an exchange."""
+    dtype: torch.dtype = torch.bfloat16
 
 
 class Dispatcher(Protocol):
@@ -157,13 +172,14 @@ class AllToAllDispatcher:
 
 
 def make_dispatcher(
-    name: Literal["local", "all_to_all", "deepep"],
+    name: Literal["local", "all_to_all", "deepep", "nvlink"],
     group: dist.ProcessGroup | None = None,
-    deepep: Callable[[dist.ProcessGroup], Dispatcher] | None = None,
+    build: Callable[[dist.ProcessGroup], Dispatcher] | None = None,
 ) -> Dispatcher:
     """The dispatcher of that name over the expert-parallel group (None is one rank); never another one.
 
-    ``deepep`` builds that dispatcher over the group (``tasks/policy/deepep.py``); no other choice calls it.
+    ``build`` makes 'deepep' or 'nvlink' over the group, by settings and sizes that the others do not have
+    (``tasks/policy/deepep.py``, ``nvlink.py``).
     """
     num_ranks = group.size() if group is not None else 1
     if name == "local":
@@ -173,8 +189,9 @@ def make_dispatcher(
                 "Use 'all_to_all', or set ep to 1."
             )
         return LocalDispatcher()
-    if name not in ("all_to_all", "deepep"):
-        raise ValueError(f"dispatcher must be one of ['local', 'all_to_all', 'deepep'], got {name!r}.")
+    names = ["local", "all_to_all", "deepep", "nvlink"]
+    if name not in names:
+        raise ValueError(f"dispatcher must be one of {names}, got {name!r}.")
     if group is None:
         raise ValueError(
             f"dispatcher {name!r} must be given an expert-parallel group, got None. "
@@ -182,9 +199,9 @@ def make_dispatcher(
         )
     if name == "all_to_all":
         return AllToAllDispatcher(group)
-    if deepep is None:
-        raise ValueError("dispatcher 'deepep' must be given its settings and sizes, got None.")
-    return deepep(group)
+    if build is None:
+        raise ValueError(f"dispatcher {name!r} must be given its settings and sizes, got None.")
+    return build(group)
 
 
 def experts_per_rank(num_experts: int, num_ranks: int) -> int:
@@ -208,6 +225,16 @@ def check_inputs(x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
         )
     if expert_TK.dtype != torch.int64:
         raise ValueError(f"expert_TK must be int64, got {expert_TK.dtype}. Convert the router's indices.")
+
+
+def refuse_replay() -> None:
+    """For dispatchers whose order or buffers another pass would disturb."""
+    # inside a backward pass only activation checkpointing calls a forward
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "an exchange must run once a pass, got one inside a backward pass: activation checkpointing "
+            "repeats it, in an order that ranks need not share. Checkpoint what lies between exchanges only."
+        )
 
 
 def _exchange(

@@ -119,7 +119,10 @@ def expert_parallel_forward(
         self.token_group, hidden_states, top_k_index, top_k_weights, fill=(0, -1, 0)
     )
     sent = self.dispatcher.dispatch(x_TD, expert_TK, weight_TK, num_experts=self.expert_shard.num_experts)
-    y_RD = local_experts(self, sent.x_RD, sent.expert_RK, sent.weight_RK)
+    if sent.end_e is not None:
+        y_RD = grouped_experts(self, sent.x_RD, sent.expert_RK, sent.weight_RK, sent.end_e)
+    else:
+        y_RD = local_experts(self, sent.x_RD, sent.expert_RK, sent.weight_RK)
     y_TD = self.dispatcher.combine(y_RD, sent.handle)
     return give_tokens(self.token_group, y_TD, len(hidden_states))
 
@@ -143,49 +146,62 @@ def local_experts(experts: Any, x_RD: Tensor, expert_RK: Tensor, weight_RK: Tens
     # Only real pairs go on: grouped_mm leaves rows past its last offset uninitialised, and 0 * nan is nan.
     cell_P, expert_P = order[:num_pairs], sorted_expert[:num_pairs]
     placement = invert(cell_P, num_rows, num_places)
-    load_e = torch.diff(end_e, prepend=end_e.new_zeros(1))
-    experts.expert_load_e = experts.expert_load_e.to(load_e.device) + load_e
+    _add_load(experts, end_e)
     return experts.compute_rows(x_RD, weight_RK, placement, cell_P, expert_P, end_e)
+
+
+def grouped_experts(
+    experts: Any, x_PD: Tensor, expert_P1: Tensor, weight_P1: Tensor, end_e: Tensor
+) -> Tensor:
+    """``local_experts`` of rows that came sorted, each with one expert; the host waits for nothing.
+
+    What comes out in rows past the last is unspecified, and so is their gradient.
+    """
+    _add_load(experts, end_e)
+    return experts.compute_rows(x_PD, weight_P1, None, None, expert_P1[:, 0], end_e)
 
 
 def weighted_rows(
     experts: Any,
     x_RD: Tensor,
     weight_RK: Tensor,
-    placement: Placement,
-    cell_P: Tensor,
+    placement: Placement | None,
+    cell_P: Tensor | None,
     expert_P: Tensor,
     end_e: Tensor,
 ) -> Tensor:
     """What ``local_experts`` returns once the pairs are sorted; may run again in the backward pass.
 
     ``cell_P`` is each pair's place in the flattened ``weight_RK``, ``end_e`` where each expert's pairs end.
+    Without a placement the rows are the pairs.
     """
-    x_PD = gather_rows(x_RD, placement)
+    x_PD = x_RD if placement is None else gather_rows(x_RD, placement)
     if experts.has_gate:
         h_PH = experts._apply_gate(_grouped_linear(experts, "gate_up_proj", x_PD, end_e, expert_P))
     else:
         h_PH = experts.act_fn(_grouped_linear(experts, "up_proj", x_PD, end_e, expert_P))
     y_PD = _grouped_linear(experts, "down_proj", h_PH, end_e, expert_P)
-    y_PD = y_PD * weight_RK.flatten()[cell_P, None]
-    return sum_rows(y_PD, placement).to(x_RD.dtype)
+    y_PD = y_PD * (weight_RK if cell_P is None else weight_RK.flatten()[cell_P, None])
+    return (y_PD if placement is None else sum_rows(y_PD, placement)).to(x_RD.dtype)
 
 
 def fused_weighted_rows(
     experts: Any,
     x_RD: Tensor,
     weight_RK: Tensor,
-    placement: Placement,
-    cell_P: Tensor,
+    placement: Placement | None,
+    cell_P: Tensor | None,
     expert_P: Tensor,
     end_e: Tensor,
 ) -> Tensor:
     """``weighted_rows`` for SwiGLU without biases, with the weight applied before the down projection."""
-    x_PD = moe_permute(x_RD, placement.slot_TK, cell_P.numel())
-    weight_P = permute_weights(weight_RK, cell_P, placement.slot_TK)
+    x_PD, weight_P = x_RD, weight_RK.flatten()
+    if placement is not None and cell_P is not None:
+        x_PD = moe_permute(x_RD, placement.slot_TK, cell_P.numel())
+        weight_P = permute_weights(weight_RK, cell_P, placement.slot_TK)
     gate_up_PJ = _grouped_product(experts, "gate_up_proj", x_PD, end_e)
     y_PD = _grouped_product(experts, "down_proj", swiglu_weighted(gate_up_PJ, weight_P, end_e[-1]), end_e)
-    return moe_unpermute(y_PD, placement.slot_TK).to(x_RD.dtype)
+    return (y_PD if placement is None else moe_unpermute(y_PD, placement.slot_TK)).to(x_RD.dtype)
 
 
 def _is_plain_swiglu(experts: Any) -> bool:
@@ -203,7 +219,16 @@ def _grouped_product(experts: Any, leaf: str, x_PI: Tensor, end_e: Tensor) -> Te
 
 def _grouped_linear(experts: Any, leaf: str, x_PI: Tensor, end_e: Tensor, expert_P: Tensor) -> Tensor:
     y_PO = _grouped_product(experts, leaf, x_PI, end_e)
-    return y_PO + getattr(experts, f"{leaf}_bias")[expert_P] if experts.has_bias else y_PO
+    if not experts.has_bias:
+        return y_PO
+    # a row without an expert must leave nothing in a bias's gradient
+    bias_PO = getattr(experts, f"{leaf}_bias")[expert_P.clamp(min=0)]
+    return y_PO + torch.where((expert_P >= 0)[:, None], bias_PO, 0)
+
+
+def _add_load(experts: Any, end_e: Tensor) -> None:
+    load_e = torch.diff(end_e, prepend=end_e.new_zeros(1))
+    experts.expert_load_e = experts.expert_load_e.to(load_e.device) + load_e
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_parallel_forward)

@@ -238,7 +238,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dispatcher", choices=["local", "all_to_all", "deepep"], default="all_to_all")
+    parser.add_argument(
+        "--dispatcher", choices=["local", "all_to_all", "deepep", "nvlink"], default="all_to_all"
+    )
     parser.add_argument("--api", choices=["elastic", "legacy"], default="elastic")
     parser.add_argument("--network", choices=["any", "efa"], default="any")
     parser.add_argument("--facts", action="store_true", help="print what was read, to be judged elsewhere")

@@ -8,10 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from tasks.policy import libraries
-from tasks.policy.dispatch import Dispatcher, make_dispatcher
+from tasks.policy.dispatch import Dispatcher, ExchangeShape, make_dispatcher
 from tasks.policy.mesh import ParallelMesh
 from tasks.train_config import TrainConfig
 
@@ -22,8 +23,9 @@ def open_dispatcher(
     """The dispatcher for the model in ``folder``, and what is in use by name, after checking that it is what
     was asked for. Called on every rank."""
 
-    def deepep(group: Any) -> Dispatcher:
-        from tasks.policy.deepep import ExchangeShape, make_deepep
+    def build(group: Any) -> Dispatcher:
+        from tasks.policy.deepep import make_deepep
+        from tasks.policy.nvlink import make_nvlink
 
         model = AutoConfig.from_pretrained(folder)
         shape = ExchangeShape(
@@ -31,10 +33,13 @@ def open_dispatcher(
             num_topk=model.num_experts_per_tok,
             deterministic=train.deterministic,
             timeout_seconds=train.collective_timeout_seconds,
+            dtype=getattr(torch, train.compute_dtype),
         )
+        if train.dispatcher == "nvlink":
+            return make_nvlink(group, train.nvlink, shape)
         return make_deepep(group, train.deepep, shape)
 
-    dispatcher = make_dispatcher(train.dispatcher, mesh.ep_group, deepep)
+    dispatcher = make_dispatcher(train.dispatcher, mesh.ep_group, build)
     seen = libraries.require(
         libraries.read_facts(), dispatcher=train.dispatcher, api=train.deepep.api, network=train.network
     )
