@@ -4,9 +4,12 @@ Flyte fixes the number of nodes and ranks when a task is registered (an override
 without a word), so each topology of ``tasks.train_config.TOPOLOGIES`` is a function of its own.
 """
 
+from typing import Any
+
 from flytekit import task
 
 from tasks import placement
+from tasks.config import CampaignConfig
 from tasks.elastic import TorchElastic
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
 from tasks.train_config import TOPOLOGIES
@@ -22,6 +25,14 @@ def _elastic(topology: str) -> TorchElastic:
         increase_shared_mem=False,  # the pod template sizes /dev/shm; Flyte would add a second volume
         rdzv_configs=placement.RENDEZVOUS,
     )
+
+
+@task(task_config=_elastic("single_1x1"), **placement.TRAINER.task_arguments())
+def update_policy_single_1x1(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
+    """Train ``policy`` on ``batch``; 1 rank."""
+    from tasks.policy.update import update
+
+    return update(run, batch, policy)
 
 
 @task(task_config=_elastic("laptop_1x2"), **placement.TRAINER.task_arguments())
@@ -48,8 +59,22 @@ def update_policy_cluster_16x8(run: CampaignRun, batch: TrainBatch, policy: Poli
     return update(run, batch, policy)
 
 
+@task(**placement.CPU.task_arguments())
+def await_update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
+    """The update stage of a standing trainer: ask it, and wait for the candidate."""
+    from tasks.policy.pool import await_candidate
+
+    return await_candidate(run, batch, policy)
+
+
 UPDATE_POLICY = {
+    "single_1x1": update_policy_single_1x1,
     "laptop_1x2": update_policy_laptop_1x2,
     "node_1x8": update_policy_node_1x8,
     "cluster_16x8": update_policy_cluster_16x8,
 }
+
+
+def update_policy(config: CampaignConfig) -> Any:
+    """The task that trains as the configuration asks."""
+    return await_update if config.train.pool == "standing" else UPDATE_POLICY[config.train.topology]

@@ -9,13 +9,18 @@ from tasks.grid import Grid
 from tasks.nvlink_config import NVLinkConfig
 from tasks.section import Section, divisors
 
-TOPOLOGIES = {"laptop_1x2": (1, 2), "node_1x8": (1, 8), "cluster_16x8": (16, 8)}
+TOPOLOGIES = {"single_1x1": (1, 1), "laptop_1x2": (1, 2), "node_1x8": (1, 8), "cluster_16x8": (16, 8)}
 """Trainer topologies: name -> (nodes, ranks a node). Flyte fixes a topology when a task is registered, so
 each name is one task in ``tasks/train.py``."""
 
 
 class TrainConfig(Section):
-    topology: Literal["laptop_1x2", "node_1x8", "cluster_16x8"] = "laptop_1x2"
+    topology: Literal["single_1x1", "laptop_1x2", "node_1x8", "cluster_16x8"] = "laptop_1x2"
+    pool: Literal["tasks", "standing"] = "tasks"
+    """``tasks``: each update starts its ranks. ``standing``: ranks that keep the policy in memory run beside
+    the campaign (``torchrun ... -m tasks.policy.standing``), and the update stage waits for them."""
+    standing_timeout_seconds: float = Field(default=1800.0, gt=0)
+    """A standing trainer that does not answer for this long stops the run."""
     ep: int = Field(default=2, ge=1)
     """Expert-parallel size: ranks of one group hold disjoint experts."""
     fsdp: int = Field(default=1, ge=1)

@@ -21,7 +21,7 @@ from tasks.prompts import demonstrations
 from tasks.records import CampaignRun, CampaignState, CampaignSummary
 from tasks.report import report
 from tasks.session import is_evaluated
-from tasks.train import UPDATE_POLICY
+from tasks.train import update_policy
 from workflows.iteration import iteration, node
 
 DEFAULT = CampaignConfig()
@@ -63,8 +63,7 @@ def first_versions(run: CampaignRun, state: CampaignState) -> CampaignState:
     versions = list(state.versions) or [initialize(run=run)]
     if run.config.warm_start.steps and (not state.versions or state.versions[-1].version == 0):
         batch = demonstrations(run=run, policy=versions[-1])
-        warm_start = UPDATE_POLICY[run.config.train.topology]
-        trained = node("warm-start", warm_start(run=run, batch=batch, policy=versions[-1]))
+        trained = node("warm-start", update_policy(run.config)(run=run, batch=batch, policy=versions[-1]))
         versions = [publish(run=run, candidate=trained)]
     score = evaluate(run=run, policy=versions[-1])
     return hand_on(versions=versions, iterations_done=state.iterations_done, evaluations=[score])

@@ -19,7 +19,7 @@ from tasks.prompts import offer_prompts, refill_prompts
 from tasks.records import CampaignRun
 from tasks.reward import score
 from tasks.rollout import await_rollouts, generate
-from tasks.train import UPDATE_POLICY
+from tasks.train import update_policy
 
 
 def iteration(run: CampaignRun, k: int, *, behavior: Any, policy: Any) -> Any:
@@ -27,8 +27,6 @@ def iteration(run: CampaignRun, k: int, *, behavior: Any, policy: Any) -> Any:
 
     ``behavior`` and ``policy`` are promises of ``PolicyVersion`` (or values), and so is the result.
     """
-    update_policy = UPDATE_POLICY[run.config.train.topology]
-
     prompts = node(f"prompts-{k}", offer_prompts(run=run, iteration=k, behavior=behavior))
     known = node(f"generate-{k}", sample(run, prompts, behavior))
     if run.config.reward.overlap:
@@ -42,7 +40,7 @@ def iteration(run: CampaignRun, k: int, *, behavior: Any, policy: Any) -> Any:
         scores = node(f"score-{k}-{n}", rescored)
     batch = node(f"assemble-{k}", assemble(run=run, scores=scores, policy=policy))
     kept = node(f"archive-{k}", archive(run=run, batch=batch, policy=policy))
-    trained = node(f"update-{k}", update_policy(run=run, batch=batch, policy=policy))
+    trained = node(f"update-{k}", update_policy(run.config)(run=run, batch=batch, policy=policy))
     return node(f"publish-{k}", publish(run=run, candidate=trained, archive=kept))
 
 

@@ -16,13 +16,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def offload_moments(optimizer: Optimizer) -> None:
     """From now on the moments are on the device only during ``optimizer.step``; call after loading them."""
     optimizer.register_step_pre_hook(lambda *_: fetch_moments(optimizer))
-    optimizer.register_step_post_hook(lambda *_: _move(optimizer, torch.device("cpu")))
-    _move(optimizer, torch.device("cpu"))
+    optimizer.register_step_post_hook(lambda *_: put_moments_away(optimizer))
+    put_moments_away(optimizer)
 
 
 def fetch_moments(optimizer: Optimizer) -> None:
     """Bring the moments to their parameters; for who reads them between steps."""
     _move(optimizer, None)
+
+
+def put_moments_away(optimizer: Optimizer) -> None:
+    """Send the moments back to host memory after ``fetch_moments``."""
+    _move(optimizer, torch.device("cpu"))
 
 
 def _move(optimizer: Optimizer, device: torch.device | None) -> None:

@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,16 +32,16 @@ from tasks.policy.dispatch import Dispatcher
 from tasks.policy.epoch import Trainee, train
 from tasks.policy.fsdp import is_fully_sharded
 from tasks.policy.libraries import nccl_warnings, record_nccl_log
-from tasks.policy.means import open_dispatcher
-from tasks.policy.mesh import ParallelMesh, make_mesh
+from tasks.policy.mesh import ParallelMesh
 from tasks.policy.model import Head, load_policy
 from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.norms import use_fused_norms
-from tasks.policy.offload import fetch_moments, offload_moments
+from tasks.policy.offload import fetch_moments, offload_moments, put_moments_away
 from tasks.policy.packed import require_packable
 from tasks.policy.parallel import distribute
 from tasks.policy.progress import Progress, Watchdog
 from tasks.policy.recompute import checkpoint_activations
+from tasks.policy.resident import Resident
 from tasks.policy.resume import data_cursor, ledger_position, seed_generators
 from tasks.policy.router import RouterBalance, freeze_routers
 from tasks.policy.router_bias import RouterBias
@@ -51,7 +51,7 @@ from tasks.policy.trainer import make_optimizer
 from tasks.policy.upload import ShardUpload, reserved_arena, store_shards
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
 from tasks.schema import TrainFrame, from_bytes
-from tasks.session import run_store, say
+from tasks.session import WEIGHTS, run_store, say
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
@@ -59,23 +59,39 @@ if TYPE_CHECKING:
 
 def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
     """Called on every rank of the elastic task; all ranks return the same candidate."""
+    with exit_on_sigterm(), process_group(run.config):
+        resident = Resident()
+        candidate = update_on_ranks(run, batch, policy, resident)
+        resident.close()
+        return candidate
+
+
+def update_on_ranks(
+    run: CampaignRun, batch: TrainBatch, policy: PolicyVersion, resident: Resident
+) -> Candidate:
+    """One update inside a process group; a trainer that stays finds in ``resident`` what it made before."""
     clock = _Clock(batch.sealed_at)
     config, store = run.config, run_store(run)
     progress = Progress()
-    with exit_on_sigterm(), _process_group(config), _watchdog(config, progress):
+    with _watchdog(config, progress):
         seed_generators(run, batch.iteration)
-        mesh = make_mesh(**asdict(config.train.grid))
+        mesh = resident.make_mesh(config)
         clock.lap("start_up")
         progress.at("load")
         parent = store.manifest(policy)
-        folder = store.pull(policy)
-        dispatcher, means = open_dispatcher(config.train, mesh, folder)
+        is_held = resident.holds(parent, config)
+        if not is_held:
+            resident.let_go()
+        folder = store.pull(policy, without=WEIGHTS if is_held else "")
+        dispatcher, means = resident.open_dispatcher(config, folder)
         rows = read_batch(store, batch)
         bench = _bench(run, store, batch, mesh, dispatcher)
         rows, critic, critic_metrics = update_critic(bench, with_other_versions(bench, rows), parent, folder)
-        trainee = _trainee(store, batch, parent, folder, config, mesh, dispatcher, progress)
+        trainee = _trainee(
+            store, batch, parent, folder, config, mesh, dispatcher, progress, held=resident.trainee
+        )
         model, optimizer = trainee.model, trainee.optimizer
-        arena = reserved_arena(model, dtype := getattr(torch, config.model.dtype))
+        arena = resident.arena or reserved_arena(model, getattr(torch, config.model.dtype))
         clock.lap("load")
         rows = with_proximal(bench, model, rows, trainee.routing)
         metrics = train(trainee, rows, config, objective=batch.objective)
@@ -83,11 +99,12 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
         progress.at("upload")
         fetch_moments(optimizer)
         with ShardUpload(store, mesh, arena, full_every=config.checkpoint.full_every) as upload:
-            upload.start(model, optimizer, parent.files, dtype=dtype)
+            upload.start(model, optimizer, parent.files, dtype=getattr(torch, config.model.dtype))
             clock.lap("snapshot")
             stored = upload.finish()
         clock.lap("upload")
-        dispatcher.close()
+        resident.keep(trainee, arena, stored.files)
+        store.release(folder)
         manifest = Manifest(
             campaign=run.campaign,
             version=policy.version + 1,
@@ -109,7 +126,7 @@ def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candid
             ledger=ledger_position(batch),
         )
         if dist.get_rank() == 0:
-            _say(batch, metrics, clock, f"{means['dispatcher']}; kernels: {means['kernels']}")
+            _say(batch, metrics, clock, means)
             if config.train.backend == "nccl":
                 say("libraries", means["libraries"])
     return Candidate(manifest_json=manifest.model_dump_json())
@@ -141,12 +158,10 @@ def _trainee(
     mesh: ParallelMesh,
     dispatcher: Dispatcher,
     progress: Progress,
+    held: Trainee | None,
 ) -> Trainee:
-    """The policy, its optimizer and what watches over both, as the configuration asks."""
-    model = _load(folder, dispatcher, config, mesh)
-    routing = Routing(model, replay=config.train.replay_routing, cp_group=mesh.cp_group)
-    balance = _adjust(model, config, mesh)
-    rate = config.train.router_bias_rate
+    """The policy, its optimizer and what watches over both, as the configuration asks; ``held`` is what
+    memory has of the first two."""
     nonfinite = NonFiniteSteps(
         store,
         iteration=batch.iteration + 1,
@@ -154,6 +169,16 @@ def _trainee(
         limit=config.train.max_nonfinite_steps,
         in_a_row=int(parent.metrics.get("nonfinite_in_a_row", 0)),
     )
+    if held is not None:
+        for group in held.optimizer.param_groups:
+            group["lr"] = learning_rate(config, batch.iteration)
+        if config.train.offload_optimizer:
+            put_moments_away(held.optimizer)
+        return replace(held, progress=progress, nonfinite=nonfinite)
+    model = _load(folder, dispatcher, config, mesh)
+    routing = Routing(model, replay=config.train.replay_routing, cp_group=mesh.cp_group)
+    balance = _adjust(model, config, mesh)
+    rate = config.train.router_bias_rate
     return Trainee(
         model,
         _optimizer(model, folder, config, batch, resumes=parent.kind == "iteration"),
@@ -265,7 +290,7 @@ def _adamw(config: CampaignConfig, model: PreTrainedModel, lr: float) -> AdamW:
 
 
 @contextlib.contextmanager
-def _process_group(config: CampaignConfig) -> Iterator[None]:
+def process_group(config: CampaignConfig) -> Iterator[None]:
     """Join the other ranks; a collective that waits longer than the configured time fails."""
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -311,11 +336,12 @@ class _Clock:
         self.last = now
 
 
-def _say(batch: TrainBatch, metrics: dict[str, float], clock: _Clock, means: str) -> None:
+def _say(batch: TrainBatch, metrics: dict[str, float], clock: _Clock, means: dict[str, str]) -> None:
     text = f"{metrics['steps']:.0f} steps, loss {metrics.get('policy_loss', math.nan):.4f}, "
     if batch.objective == "clipped_policy" and "kl_k3" in metrics:
         text += f"KL {metrics['kl_k3']:.4f}, entropy {metrics['entropy']:.3f}, "
         text += f"clipped {metrics['clip_share']:.1%}, "
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
     iteration = batch.iteration if batch.iteration >= 0 else None
-    say("train", f"{text}seconds: {seconds}; {means}", iteration=iteration)
+    used = f"{means['dispatcher']}; kernels: {means['kernels']}"
+    say("train", f"{text}seconds: {seconds}; {used}", iteration=iteration)

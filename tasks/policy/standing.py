@@ -1,0 +1,105 @@
+"""A standing trainer: keeps its ranks, and on them the policy and its optimizer, from update to update.
+
+    torchrun --nproc-per-node 2 -m tasks.policy.standing --config configs/campaigns/laptop.yaml --store ./runs
+
+It trains what a campaign of the configuration's name with ``train: {pool: standing}`` asks for, by that run's
+configuration; the file only says where the store is. A version that it made itself is in its memory, one that
+it did not make it loads. Every version is stored as whole as by a trainer of one update, so a trainer that is
+killed, or a campaign that goes on without one, loses nothing and makes the same bits. Ranks wait without a
+collective, which would time out between iterations.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+import yaml
+
+from tasks.artifacts.errors import ObjectConflict
+from tasks.artifacts.store import PolicyStore
+from tasks.config import CampaignConfig, with_overrides
+from tasks.policy.launch import require_topology
+from tasks.policy.pool import POLL_SECONDS, UpdateAnswer, UpdateRequest, find_request
+from tasks.policy.resident import Resident
+from tasks.policy.stopping import exit_on_sigterm
+from tasks.policy.update import process_group, update_on_ranks
+from tasks.session import open_store, run_store, say
+
+
+def await_request(root: PolicyStore, *, after: str) -> UpdateRequest:
+    """The next request that is not ``after`` and has no answer."""
+    while True:
+        request = find_request(root)
+        if request is not None and request.token != after:
+            if run_store(request.run).find_object(request.answer_key) is None:
+                return request
+            after = request.token
+        time.sleep(POLL_SECONDS)
+
+
+def is_common(token: str) -> bool:
+    """Whether every rank saw the same request; a campaign may have asked anew between two looks."""
+    tokens: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(tokens, token)
+    return len(set(tokens)) == 1
+
+
+def answer(request: UpdateRequest, resident: Resident) -> None:
+    """Train what was asked for; the candidate, or the first failure of any rank, is the answer."""
+    store = run_store(request.run)
+    try:
+        candidate = update_on_ranks(request.run, request.batch, request.policy, resident)
+    except Exception as error:
+        said = UpdateAnswer(error=f"{type(error).__name__} on rank {dist.get_rank()}: {error}")
+        with contextlib.suppress(ObjectConflict):
+            store.put_object(request.answer_key, said.model_dump_json().encode())
+        raise
+    if dist.get_rank() == 0:
+        said = UpdateAnswer(candidate=candidate)
+        store.put_object(request.answer_key, said.model_dump_json().encode())
+
+
+def follow(root: PolicyStore, *, updates: int = 0) -> None:
+    """Answer one request after another; with ``updates``, only so many."""
+    first = await_request(root, after="")
+    config, done, count = first.run.config, "", 0
+    require_topology(config)
+    with process_group(config):
+        resident = Resident()
+        if dist.get_rank() == 0:
+            say("trainer", f"{dist.get_world_size()} ranks follow {config.name}")
+        while not updates or count < updates:
+            request = await_request(root, after=done)
+            if not is_common(request.token):
+                continue
+            if request.run.config.train != config.train:
+                raise RuntimeError(
+                    "a standing trainer must go on with the train section it began with, got another one "
+                    f"from {request.run.campaign}. Start it again (torchrun --max-restarts does)."
+                )
+            answer(request, resident)
+            done, count = request.token, count + 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="A standing trainer that follows a campaign.")
+    parser.add_argument("--config", type=Path, required=True, help="the campaign's YAML")
+    parser.add_argument("--store", help="replaces checkpoint.store")
+    parser.add_argument("--campaign", help="replaces name")
+    options = parser.parse_args(arguments)
+    config = CampaignConfig.model_validate(yaml.safe_load(options.config.read_text()))
+    config = with_overrides(config, name=options.campaign, checkpoint__store=options.store)
+    if "RANK" not in os.environ:
+        raise SystemExit("tasks.policy.standing must be started by torchrun, got no RANK.")
+    with exit_on_sigterm():
+        follow(open_store(config, config.name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

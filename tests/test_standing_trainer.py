@@ -1,0 +1,166 @@
+"""A trainer that stays: what it makes, what it keeps in memory, how it fails.
+
+    torchrun --nproc-per-node 1 tests/test_standing_trainer.py RUN.json
+
+makes the same versions with a trainer of one update each, one after the other in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_update import ROOT, TINY, train_batch
+
+from tasks.artifacts.manifest import Blob, Manifest
+from tasks.config import CampaignConfig
+from tasks.policy.pool import REQUEST, await_candidate, find_request
+from tasks.records import CampaignRun
+from tasks.session import open_store, run_store
+
+SINGLE = {"topology": "single_1x1", "ep": 1, "dispatcher": "local"}
+NUM_UPDATES = 3
+
+
+def make_run(folder: Path, train: dict[str, Any], **config: Any) -> CampaignRun:
+    """A run with version 0 published."""
+    from tasks.policy.initial import initial_manifest
+
+    named = {"name": "stays", "model": {"random": TINY}, "checkpoint": {"store": str(folder)}}
+    settings = {"pool": "standing", "standing_timeout_seconds": 120, **train}
+    run = CampaignRun(
+        config=CampaignConfig.model_validate({**named, "train": settings, **config}),
+        lineage=1,
+        code_revision="r" * 40,
+    )
+    store = run_store(run)
+    store.commit(initial_manifest(store, run))
+    return run
+
+
+def torchrun(run: CampaignRun, *arguments: str) -> subprocess.Popen[str]:
+    ranks = str(run.config.train.world_size)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    paths = f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
+    return subprocess.Popen(
+        [*command, *arguments],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def start_trainer(run: CampaignRun, folder: Path) -> subprocess.Popen[str]:
+    file = folder / "campaign.json"  # JSON is YAML
+    file.write_text(run.config.model_dump_json())
+    return torchrun(run, "-m", "tasks.policy.standing", "--config", str(file))
+
+
+def one_by_one(run: CampaignRun, folder: Path) -> list[str]:
+    """Tensor digests of the versions that trainers of one update make."""
+    job = folder / "run.json"
+    job.write_text(run.model_dump_json())
+    process = torchrun(run, __file__, str(job))
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output[-6000:]
+    return [run_store(run).manifest(number).tensor_digest for number in range(NUM_UPDATES + 1)]
+
+
+@pytest.mark.usefixtures("leave_servers")
+@pytest.mark.parametrize(
+    "train", [SINGLE, pytest.param({}, marks=pytest.mark.slow)], ids=["1 rank", "2 ranks"]
+)
+def test_a_standing_trainer_makes_the_same_versions_and_reads_no_weights_back(train, tmp_path):
+    run = make_run(tmp_path / "standing", train)
+    store, trainer, digests = run_store(run), start_trainer(run, tmp_path), []
+    try:
+        for iteration in range(NUM_UPDATES):
+            policy = store.reference(iteration)
+            candidate = await_candidate(run, train_batch(run, iteration, policy.version), policy)
+            store.commit(Manifest.model_validate_json(candidate.manifest_json))
+            digests.append(store.manifest(iteration + 1).tensor_digest)
+    finally:
+        trainer.terminate()
+        output, _ = trainer.communicate(timeout=60)
+    print(output)
+    assert len(set(digests)) == NUM_UPDATES
+    (tmp_path / "again").mkdir()
+    other = make_run(tmp_path / "again/store", train)
+    assert one_by_one(other, tmp_path / "again")[1:] == digests
+    pulled = {path.name[:12]: path for path in (tmp_path / "standing/cache" / run.campaign).iterdir()}
+    with_weights = [int(number) for number, path in pulled.items() if list(path.glob("*.safetensors"))]
+    assert with_weights == [0] and len(pulled) == NUM_UPDATES, "version 0 is loaded, the others are in memory"
+
+
+@pytest.mark.usefixtures("leave_servers")
+def test_a_failed_update_is_the_answer_and_ends_the_trainer(tmp_path):
+    run = make_run(tmp_path / "store", SINGLE)
+    batch = train_batch(run, 0, 0).model_copy(update={"sha256": "0" * 64})
+    trainer = start_trainer(run, tmp_path)
+    try:
+        with pytest.raises(RuntimeError, match=r"rank 0: batch .* must have sha256 0{64}.*It was changed"):
+            await_candidate(run, batch, run_store(run).reference(0))
+        assert trainer.wait(timeout=60) != 0
+    finally:
+        trainer.kill()
+    assert run_store(run).head().version == 0
+
+
+@pytest.mark.usefixtures("leave_servers")
+def test_without_a_trainer_the_update_stage_says_how_to_start_one(tmp_path):
+    run = make_run(tmp_path / "store", {**SINGLE, "standing_timeout_seconds": 0.3})
+    batch, policy = train_batch(run, 0, 0), run_store(run).reference(0)
+    with pytest.raises(
+        RuntimeError, match=r"within train.standing_timeout_seconds=0.3, .*version 0.*torchrun"
+    ):
+        await_candidate(run, batch, policy)
+    first = find_request(open_store(run.config, "stays"))
+    assert first is not None and (first.run, first.batch, first.policy) == (run, batch, policy)
+    with pytest.raises(RuntimeError):
+        await_candidate(run, batch, policy)
+    again = find_request(open_store(run.config, "stays"))
+    assert again is not None and again.token != first.token and REQUEST == "update.json"
+
+
+@dataclass
+class Held:
+    """Of a trainee, that it is there."""
+
+
+def test_memory_counts_only_as_the_version_that_was_stored_from_it():
+    from tasks.policy.resident import Resident
+
+    def manifest(files: dict[str, Blob], kind: str = "iteration") -> Manifest:
+        return Manifest.model_construct(files=files, kind=kind)
+
+    config, other = CampaignConfig(), CampaignConfig(seed=1)
+    ours, theirs = ({"m": Blob(sha256=c * 64, size=1, key="k", version_id="v")} for c in "ab")
+    resident = Resident()
+    resident._config = config.digest()
+    assert not resident.holds(manifest({}), config), "nothing is in memory"
+    resident.keep(Held(), Held(), ours)  # type: ignore[arg-type]
+    assert resident.holds(manifest(ours), config)
+    assert not resident.holds(manifest(theirs), config), "another trainer published this version"
+    assert not resident.holds(manifest(ours, "warm_start"), config), "its successor has a new optimizer"
+    assert not resident.holds(manifest(ours), other)
+    resident.let_go()
+    assert not resident.holds(manifest({}), config)
+
+
+if __name__ == "__main__":
+    from tasks.policy.resident import Resident
+    from tasks.policy.update import process_group, update_on_ranks
+
+    job = CampaignRun.model_validate_json(Path(sys.argv[1]).read_text())
+    where = run_store(job)
+    with process_group(job.config):
+        for number in range(NUM_UPDATES):
+            parent = where.reference(number)
+            sealed = train_batch(job, number, number)
+            made = update_on_ranks(job, sealed, parent, Resident())
+            where.commit(Manifest.model_validate(json.loads(made.manifest_json)))
