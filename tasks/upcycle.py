@@ -107,7 +107,7 @@ def sparse_config(dense: dict[str, Any], plan: Plan) -> dict[str, Any]:
         raise ValueError(f"the dense model must be without biases and use SiLU, got {wrong}.")
     width = int(dense["intermediate_size"])
     plan.check(width)
-    dropped = ("mlp_bias", "pretraining_tp", "quantization_config", "_name_or_path", "_model_name_or_path")
+    dropped = ("mlp_bias", "pretraining_tp", "_name_or_path", "_model_name_or_path", "layer_types")
     kept = {name: value for name, value in dense.items() if name not in dropped}
     kept.setdefault("head_dim", int(dense["hidden_size"]) // int(dense["num_attention_heads"]))
     return kept | target.extra | {
@@ -125,8 +125,12 @@ def upcycle(source: Path, folder: Path, plan: Plan, *, shard_bytes: int) -> dict
     """Write the mixture to ``folder``, which must not exist; its config. The index is written last."""
     from safetensors import safe_open
     from safetensors.torch import save_file
+    from transformers import AutoConfig
 
-    dense = json.loads((source / "config.json").read_text())
+    if not (source / "config.json").is_file():
+        raise ValueError(f"the source must be a Hugging Face folder or a GGUF file, got {source}.")
+    # with its defaults written out: those of the sparse family are others
+    dense = AutoConfig.from_pretrained(source).to_dict()
     config, target = sparse_config(dense, plan), TARGETS[dense["model_type"]]
     paths = _tensor_files(source)
     folder.mkdir(parents=True)
@@ -210,9 +214,10 @@ def dequantise(file: Path, folder: Path) -> Path:
     named = {"gguf_file": file.name}
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **named)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **named)
-    model.is_quantized, model.hf_quantizer = False, None  # its weights are plain now
-    del model.config.quantization_config
-    model.to(torch.bfloat16).save_pretrained(folder)
+    delattr(model.config, "quantization_config")  # its weights are plain now; a new model knows that
+    plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
