@@ -22,6 +22,8 @@ WEIGHTS, OPTIMIZER = "*.safetensors*", "optimizer*"
 """Files of a version that a task leaves in the store when it pulls the rest."""
 CURRENT_RUN = "current.json"
 """Object under a campaign's name: the run that was started last, for standing workers to follow."""
+TRANSFER_THREADS = min(16, max(4, os.cpu_count() or 1))
+"""Parts of a file on their way at once; both ends hash each, so the rate follows the cores."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -55,6 +57,7 @@ def open_store(config: CampaignConfig, campaign: str) -> "PolicyStore":
         port=config.checkpoint.port,
         cache=folder or (store_folder(config) / "cache" if local else None),
         cache_bytes=int(checkpoint.cache_gb * 2**30),
+        num_threads=TRANSFER_THREADS,
     )
 
 

@@ -209,7 +209,9 @@ def test_the_first_segment_of_every_shipped_campaign_is_serialized(path):
     spec = unrolled(campaign.unroll, run=run, state=state, until=until)
     assert spec.to_flyte_idl().ByteSize() < 2_000_000
     names = {template.id.name for template in spec.tasks}
-    assert f"tasks.train.update_policy_{config.train.topology}" in names
+    is_standing = config.train.pool == "standing"
+    update = "await_update" if is_standing else f"update_policy_{config.train.topology}"
+    assert [name for name in names if "update" in name] == [f"tasks.train.{update}"]
     assert len([node for node in spec.nodes if node.id.startswith("update-")]) == until
 
 

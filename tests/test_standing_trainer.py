@@ -33,7 +33,7 @@ def make_run(folder: Path, train: dict[str, Any], **config: Any) -> CampaignRun:
     from tasks.policy.initial import initial_manifest
 
     named = {"name": "stays", "model": {"random": TINY}, "checkpoint": {"store": str(folder)}}
-    settings = {"pool": "standing", "standing_timeout_seconds": 120, **train}
+    settings = {"pool": "standing", "standing_timeout_seconds": 400, **train}
     run = CampaignRun(
         config=CampaignConfig.model_validate({**named, "train": settings, **config}),
         lineage=1,

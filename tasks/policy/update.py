@@ -46,9 +46,10 @@ from tasks.policy.resume import data_cursor, ledger_position, seed_generators
 from tasks.policy.router import RouterBalance, freeze_routers
 from tasks.policy.router_bias import RouterBias
 from tasks.policy.routing import Routing
+from tasks.policy.snapshot import HostArena
 from tasks.policy.stopping import exit_on_sigterm
 from tasks.policy.trainer import make_optimizer
-from tasks.policy.upload import ShardUpload, reserved_arena, store_shards
+from tasks.policy.upload import ShardUpload, StoredShards, reserved_arena, store_shards
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
 from tasks.schema import TrainFrame, from_bytes
 from tasks.session import WEIGHTS, run_store, say
@@ -90,19 +91,13 @@ def update_on_ranks(
         trainee = _trainee(
             store, batch, parent, folder, config, mesh, dispatcher, progress, held=resident.trainee
         )
-        model, optimizer = trainee.model, trainee.optimizer
-        arena = resident.arena or reserved_arena(model, getattr(torch, config.model.dtype))
+        arena = resident.arena or reserved_arena(trainee.model, getattr(torch, config.model.dtype))
         clock.lap("load")
-        rows = with_proximal(bench, model, rows, trainee.routing)
+        rows = with_proximal(bench, trainee.model, rows, trainee.routing)
         metrics = train(trainee, rows, config, objective=batch.objective)
         clock.lap("train")
         progress.at("upload")
-        fetch_moments(optimizer)
-        with ShardUpload(store, mesh, arena, full_every=config.checkpoint.full_every) as upload:
-            upload.start(model, optimizer, parent.files, dtype=getattr(torch, config.model.dtype))
-            clock.lap("snapshot")
-            stored = upload.finish()
-        clock.lap("upload")
+        stored = _stored(store, trainee, arena, parent, config, clock)
         resident.keep(trainee, arena, stored.files)
         store.release(folder)
         manifest = Manifest(
@@ -189,6 +184,25 @@ def _trainee(
         bias=RouterBias(model, rate=rate) if rate else None,
         routing=routing,
     )
+
+
+def _stored(
+    store: "PolicyStore",
+    trainee: Trainee,
+    arena: HostArena,
+    parent: Manifest,
+    config: CampaignConfig,
+    clock: "_Clock",
+) -> StoredShards:
+    """Weights and optimizer state, stored on all ranks."""
+    fetch_moments(trainee.optimizer)
+    with ShardUpload(store, trainee.mesh, arena, full_every=config.checkpoint.full_every) as upload:
+        dtype = getattr(torch, config.model.dtype)
+        upload.start(trainee.model, trainee.optimizer, parent.files, dtype=dtype)
+        clock.lap("snapshot")
+        stored = upload.finish()
+    clock.lap("upload")
+    return stored
 
 
 def _load(
