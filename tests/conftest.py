@@ -67,3 +67,25 @@ def leave_servers(tmp_path: Path) -> Iterator[None]:
 
     for folder in [folder for folder in process._memberships if folder.is_relative_to(tmp_path)]:
         os.close(process._memberships.pop(folder).fifo)
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("interpreter", marks=pytest.mark.interpreter),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where a kernel runs: its plain-torch formula, its Triton interpreted on CPU, its Triton on CUDA."""
+    if request.param == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        return "cuda"
+    if request.param == "interpreter":
+        from interpreter import interpret
+
+        interpret(monkeypatch)
+    return "cpu"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from moe_kernels.reference import FP8_GROUP, FP8_MAX
 from torch import Tensor
 
-from tasks.policy.deepep import FP8_BLOCK, FP8_MAX
 from tasks.policy.dispatch import Dispatcher
 
 CASES = {  # tokens on each rank, and what they select
@@ -65,7 +65,7 @@ def selections(kind: str, num_tokens: int, setting: Setting, generator: torch.Ge
 def features(num_tokens: int, setting: Setting, generator: torch.Generator) -> Tensor:
     x_TD = torch.randn(num_tokens, setting.hidden, dtype=torch.float64, generator=generator)
     if setting.is_8_bit and num_tokens:
-        x_TBF = x_TD.unflatten(1, (-1, FP8_BLOCK))
+        x_TBF = x_TD.unflatten(1, (-1, FP8_GROUP))
         x_TBF[:, :, 0] = FP8_MAX / 2**6  # so that a block's scale is a power of two
         x_TD = (x_TBF * 2**6).float().to(torch.float8_e4m3fn).double().flatten(1) / 2**6
     return x_TD.to(setting.dtype)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange import CASES, Setting, run_case
+from moe_kernels.fp8 import dequant_fp8_1x128, quant_fp8_1x128
 from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
 
@@ -24,11 +25,9 @@ from tasks.policy.deepep import (
     EXPERT_ALIGNMENT,
     DeepEPDispatcher,
     ExchangeShape,
-    dequantize_rows,
     expanded_experts,
     load_library,
     make_deepep,
-    quantize_rows,
 )
 
 BFLOAT16 = Setting(dtype=torch.bfloat16, hidden=128, num_experts=8, num_selected=3)
@@ -100,15 +99,15 @@ def test_8_bit_rows_round_to_four_significant_bits():
     x_TD = torch.randn(31, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
     x_TD[3] = 0
     x_TD[4, 5] = 1e4
-    rows_TD, scale_TB = quantize_rows(x_TD)
+    rows_TD, scale_TB = quant_fp8_1x128(x_TD)
     assert rows_TD.dtype == torch.float8_e4m3fn and scale_TB.shape == (31, 3)
     assert scale_TB[4, 0] * 448 == x_TD[4, 5].float()
-    error_TD = (dequantize_rows(rows_TD, scale_TB).float() - x_TD.float()).abs()
+    error_TD = (dequant_fp8_1x128(rows_TD, scale_TB).float() - x_TD.float()).abs()
     # half a step: 2^-4 of the value, or of the scale 2^-10 near zero; and 2^-9 for bfloat16 on the way back
     bound_TD = x_TD.float().abs() * (2**-4 + 2**-8) + scale_TB.repeat_interleave(128, dim=1) * 2**-10
     assert (error_TD <= bound_TD).all() and error_TD.max() > 0
-    none = quantize_rows(x_TD[:0])
-    assert dequantize_rows(*none).shape == (0, 384)
+    none = quant_fp8_1x128(x_TD[:0])
+    assert dequant_fp8_1x128(*none).shape == (0, 384)
 
 
 def test_rows_that_pad_an_experts_group_have_no_expert():

@@ -1,6 +1,7 @@
-"""Every kernel against its plain-torch reference; what needs a CUDA device is marked ``gpu``.
+"""Every kernel against its plain-torch reference, on each ``device`` of ``conftest.py``.
 
-Run on CPU these see the algorithms and their gradients, not the Triton code.
+On CPU these see the algorithms and their gradients; interpreted, the Triton code too, where Triton is
+installed; what needs a CUDA device is marked ``gpu``.
 """
 
 from __future__ import annotations
@@ -17,16 +18,6 @@ from moe_kernels.rows import moe_permute, moe_unpermute, permute_weights
 from moe_kernels.swiglu import swiglu_weighted
 from torch import Tensor
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 CHUNK_BYTES = 1  # the fewest entries a chunk may have: 256
 
 
@@ -62,7 +53,6 @@ def logprob_case(
     return [logprob_T.detach(), entropy_T.detach(), hidden_TD.grad, weight_VD.grad]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
 @pytest.mark.parametrize(("num_tokens", "vocab"), [(1, 37), (7, 256), (13, 600), (257, 1000), (64, 9000)])
 @pytest.mark.parametrize(
@@ -89,7 +79,6 @@ def test_one_chunk_or_many_change_nothing_in_double_precision():
         torch.testing.assert_close(one, many, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("keep_bytes", [13 * 256 * 4, 10**9])
 def test_kept_logits_change_nothing_and_a_second_backward_pass_finds_them_gone(keep_bytes, device):
     args = (selective_logprob_entropy, 13, 600, torch.float32, device, 0.7)
@@ -150,7 +139,6 @@ def slots(routing: str, num_rows: int, num_places: int, device: str) -> tuple[Te
     return slot.view(num_rows, num_places).to(device), cells
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("shape", [(1, 1, 8), (5, 2, 24), (33, 8, 2048), (17, 8, 2100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -176,7 +164,6 @@ def test_permute_and_unpermute_are_the_reference_and_never_read_dead_copies(dtyp
     assert relative_error(dx_TD, expected_TD) <= bound
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(1, 8), (9, 24), (130, 768), (64, 1000)])
 @pytest.mark.parametrize("live_share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
@@ -198,7 +185,6 @@ def test_swiglu_weighted_is_the_reference_and_never_reads_dead_rows(dtype, bound
         assert relative_error(g[:live], e) <= bound, name
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "shape", [(1, 1, 8), (3, 5, 128), (2, 700, 128), (2, 9, 2048), (1, 3, 7168), (7, 2, 100)]
 )

@@ -14,6 +14,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from moe_kernels import device
+
 LOWEST = -1e30
 """Below every logit, but finite: minus infinity would make 0 * inf of an empty sum."""
 
@@ -47,16 +49,16 @@ Fold = Callable[[Statistics, Tensor, Tensor, int, float], None]
 Rewrite = Callable[[Tensor, Tensor, int, float, Tensor, Tensor, Tensor, Tensor], None]
 
 
-def fold_function(device: torch.device) -> Fold:
-    if device.type == "cuda":
+def fold_function(hidden_TD: Tensor) -> Fold:
+    if device.takes_triton(hidden_TD):
         from moe_kernels import chunks_triton
 
         return chunks_triton.fold_
     return fold_
 
 
-def rewrite_function(device: torch.device) -> Rewrite:
-    if device.type == "cuda":
+def rewrite_function(hidden_TD: Tensor) -> Rewrite:
+    if device.takes_triton(hidden_TD):
         from moe_kernels import chunks_triton
 
         return chunks_triton.rewrite_

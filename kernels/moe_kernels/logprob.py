@@ -76,7 +76,7 @@ class _SelectiveLogprobEntropy(torch.autograd.Function):
         keep_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         statistics = chunks.Statistics.empty(hidden_TD)
-        fold = chunks.fold_function(hidden_TD.device)
+        fold = chunks.fold_function(hidden_TD)
         kept: dict[int, Tensor] = {}
         for start, logits_TC in _logits(hidden_TD, weight_VD, chunk_bytes, kept, keep_bytes):
             fold(statistics, logits_TC, ids_T, start, 1 / temperature)
@@ -91,7 +91,7 @@ class _SelectiveLogprobEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, ids_T, logsumexp_T, entropy_T = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        rewrite = chunks.rewrite_function(hidden_TD.device)
+        rewrite = chunks.rewrite_function(hidden_TD)
         total_TD = torch.zeros_like(hidden_TD, dtype=logsumexp_T.dtype)
         grad_VD = torch.empty_like(weight_VD) if needs_weight else None
         scale = 1 / ctx.temperature

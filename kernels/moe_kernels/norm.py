@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels import reference
+from moe_kernels import device, reference
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """``x`` is [..., D], normalised over its last dimension."""
-    if not x.is_cuda:
+    if not device.takes_triton(x):
         return reference.rms_norm(x, weight_D, eps)
     return _RmsNorm.apply(x, weight_D, eps)
 

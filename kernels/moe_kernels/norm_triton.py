@@ -85,7 +85,7 @@ def _backward_kernel(
     weight = tl.load(weights + column, mask=column < width, other=0.0).to(tl.float32)
     by_weight = tl.zeros([BLOCK], dtype=tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
-        row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         is_in = (row < num_rows)[:, None] & (column < width)[None, :]
         place = row[:, None] * width + column[None, :]
         scale = tl.load(scales + row, mask=row < num_rows, other=0.0)[:, None]

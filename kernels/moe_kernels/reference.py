@@ -1,6 +1,7 @@
 """What each kernel computes, as plain torch with autograd: for tests, and to read first.
 
-Shape key: T tokens, D features, V vocabulary, K places a row may be copied to, P copies, H expert width.
+Shape key: T tokens, D features, V vocabulary, K places a row may be copied to, P copies, H expert width,
+B groups of a row, F values of a group; O and I outputs and inputs of a weight, o and i blocks of them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+FP8_GROUP = 128
+"""Neighbouring values that share a scale."""
+FP8_MAX = 448.0
+FP8_SMALLEST = 1e-4
+"""A group whose largest value is below it is scaled as if it were this, so that no scale is 0."""
 
 
 def selective_logprob_entropy(
@@ -46,3 +53,38 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     unit = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return weight_D * unit.to(x.dtype)
+
+
+def quant_fp8_1x128(x_TD: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """8-bit rows, and for each group of features a float32 scale that puts its largest value on 448."""
+    x_TBF = x_TD.float().unflatten(1, (-1, FP8_GROUP))
+    largest_TB = x_TBF.abs().amax(dim=2).clamp(min=FP8_SMALLEST)
+    # as DeepEP's formula is computed: torch divides a number by a tensor through the tensor's reciprocal
+    scale_TB, factor_TB = largest_TB / FP8_MAX, largest_TB.reciprocal() * FP8_MAX
+    if power_of_two:
+        bits_TB = scale_TB.view(torch.int32)
+        exponent_TB = ((bits_TB >> 23) + ((bits_TB & 0x7FFFFF) != 0).int()).clamp(max=254)
+        scale_TB = (exponent_TB << 23).view(torch.float32)
+        factor_TB = ((254 - exponent_TB) << 23).view(torch.float32)  # exact, being a power of two too
+    return (x_TBF * factor_TB[:, :, None]).to(torch.float8_e4m3fn).flatten(1), scale_TB
+
+
+def dequant_fp8_1x128(rows_TD: Tensor, scale_TB: Tensor) -> Tensor:
+    return (rows_TD.float().unflatten(1, (-1, FP8_GROUP)) * scale_TB[:, :, None]).flatten(1).bfloat16()
+
+
+def quant_fp8_128x128(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit weights, and for each block of 128 x 128 a float32 scale that puts its largest on 448."""
+    missing = [-size % FP8_GROUP for size in weight_OI.shape]
+    wide_OI = F.pad(weight_OI.float(), (0, missing[1], 0, missing[0]))
+    wide_oFiF = wide_OI.unflatten(1, (-1, FP8_GROUP)).unflatten(0, (-1, FP8_GROUP))
+    largest_o1i1 = wide_oFiF.abs().amax(dim=(1, 3), keepdim=True).clamp(min=FP8_SMALLEST)
+    scaled_OI = (wide_oFiF * (largest_o1i1.reciprocal() * FP8_MAX)).flatten(2, 3).flatten(0, 1)
+    scale_oi = (largest_o1i1 / FP8_MAX)[:, 0, :, 0]
+    num_rows, num_columns = weight_OI.shape
+    return scaled_OI[:num_rows, :num_columns].to(torch.float8_e4m3fn), scale_oi
+
+
+def dequant_fp8_128x128(bytes_OI: Tensor, scale_oi: Tensor) -> Tensor:
+    scale_OI = scale_oi.repeat_interleave(FP8_GROUP, 0).repeat_interleave(FP8_GROUP, 1)
+    return bytes_OI.float() * scale_OI[: bytes_OI.shape[0], : bytes_OI.shape[1]]

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels import reference
+from moe_kernels import device, reference
 
 
 def moe_permute(x_TD: Tensor, slot_TK: Tensor, num_copies: int) -> Tensor:
     """Copies [P, D] of rows [T, D]."""
-    if not x_TD.is_cuda:
+    if not device.takes_triton(x_TD):
         return reference.gather_rows(x_TD, slot_TK, num_copies)
     return _Permute.apply(x_TD, slot_TK, num_copies)
 
 
 def moe_unpermute(y_PD: Tensor, slot_TK: Tensor) -> Tensor:
     """Sum of each row's copies in the order of its places, added in float32; zero for a row without any."""
-    if not y_PD.is_cuda:
+    if not device.takes_triton(y_PD):
         return reference.sum_rows(y_PD, slot_TK)
     return _Unpermute.apply(y_PD, slot_TK)
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels import reference
+from moe_kernels import device, reference
 
 
 def swiglu_weighted(gate_up_PJ: Tensor, weight_P: Tensor, num_live: Tensor) -> Tensor:
     """``weight * silu(gate) * up`` [P, H] of the first ``num_live`` rows; a 0-d tensor, so no host waits."""
-    if not gate_up_PJ.is_cuda:
+    if not device.takes_triton(gate_up_PJ):
         is_live_P = torch.arange(gate_up_PJ.shape[0]) < num_live
         # what reaches the formula is clean, so that no gradient is 0 * nan
         live_PJ = torch.where(is_live_P[:, None], gate_up_PJ, 0.0)

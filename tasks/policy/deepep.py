@@ -1,7 +1,7 @@
 """Exchange of tokens by DeepEP: one kernel sends each token once to every rank that it selected.
 
 Shape key: T tokens of this rank, K selections a token, D features, R rows received, e experts of this rank,
-B = D / 128 blocks of features.
+B = D / 128 groups of features.
 
 The rows of a dispatch arrive in an order of the library's choosing; only a deterministic buffer repeats it.
 The backward of each half is the other half: gradients of received rows are combined at their source, and
@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from moe_kernels.fp8 import dequant_fp8_1x128, quant_fp8_1x128
+from moe_kernels.reference import FP8_GROUP
 from torch import Tensor
 
 from tasks.deepep_config import DeepEPConfig
@@ -33,10 +35,6 @@ from tasks.policy.progress import BLOCKED
 EXPERT_ALIGNMENT = 128
 """Rows of an expert's group in the expanded layout are padded to a multiple of it, the tile of a grouped
 product."""
-FP8_BLOCK = 128
-FP8_MAX = 448.0
-FP8_SMALLEST = 1e-4
-"""A block whose largest value is below it is scaled as if it were this, so that no scale is 0."""
 
 
 @dataclass(slots=True)
@@ -182,7 +180,7 @@ class DeepEPDispatcher:
 
     def describe(self) -> str:
         settings = self.settings
-        rows = "8-bit rows" if settings.fp8 else "bfloat16 rows"
+        rows = "8-bit rows with a scale for each 128 features" if settings.fp8 else "bfloat16 rows"
         return (
             f"deepep over {self.num_ranks} ranks: {settings.layout} layout, {rows}, at most "
             f"{settings.max_tokens} tokens, {settings.num_sms} SMs, {settings.num_qps} queue pairs; "
@@ -205,7 +203,7 @@ class DeepEPDispatcher:
                 f"a dispatch must have at most deepep.max_tokens ({self.settings.max_tokens}) tokens, got "
                 f"{x_TD.shape[0]}. Raise it to the longest micro-batch, or lower train.micro_batch_tokens."
             )
-        multiple = FP8_BLOCK if self.settings.fp8 else 8
+        multiple = FP8_GROUP if self.settings.fp8 else 8
         if x_TD.shape[1] % multiple:
             raise ValueError(
                 f"features of a DeepEP dispatch must be a multiple of {multiple}, got {x_TD.shape[1]}. "
@@ -224,13 +222,13 @@ class _Dispatch(torch.autograd.Function):
         expert_TK: Tensor,
         num_experts: int,
     ) -> tuple[Tensor, Tensor]:
-        payload = quantize_rows(x_TD) if dispatcher.settings.fp8 else x_TD
+        payload = quant_fp8_1x128(x_TD) if dispatcher.settings.fp8 else x_TD
         with BLOCKED:
             received, expert_RK, weight_RK, route.handle = dispatcher.transport.dispatch(
                 payload, expert_TK, weight_TK, num_experts
             )
         ctx.transport, ctx.route, route.expert_RK = dispatcher.transport, route, expert_RK
-        return (dequantize_rows(*received) if dispatcher.settings.fp8 else received), weight_RK
+        return (dequant_fp8_1x128(*received) if dispatcher.settings.fp8 else received), weight_RK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -266,18 +264,6 @@ def expanded_experts(psum_e: Tensor, num_rows: int) -> Tensor:
     next_e = (psum_e + EXPERT_ALIGNMENT - 1) // EXPERT_ALIGNMENT * EXPERT_ALIGNMENT
     expert_R = torch.searchsorted(next_e, row_R.to(next_e.dtype), right=True)
     return torch.where(row_R < psum_e[expert_R], expert_R, -1)[:, None]
-
-
-def quantize_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit rows, and for each block of features a float32 scale that puts its largest value on 448."""
-    x_TBF = x_TD.float().unflatten(1, (-1, FP8_BLOCK))
-    largest_TB1 = x_TBF.abs().amax(dim=2, keepdim=True).clamp(min=FP8_SMALLEST)
-    rows_TD = (x_TBF * (FP8_MAX / largest_TB1)).to(torch.float8_e4m3fn).flatten(1)
-    return rows_TD, (largest_TB1 / FP8_MAX).squeeze(2)
-
-
-def dequantize_rows(rows_TD: Tensor, scale_TB: Tensor) -> Tensor:
-    return (rows_TD.float().unflatten(1, (-1, FP8_BLOCK)) * scale_TB[:, :, None]).flatten(1).bfloat16()
 
 
 def make_deepep(group: dist.ProcessGroup, settings: DeepEPConfig, shape: ExchangeShape) -> DeepEPDispatcher:
