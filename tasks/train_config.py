@@ -56,13 +56,15 @@ class TrainConfig(Section):
     """``packed`` lays the samples of a micro-batch one after another in one row, without padding; attention
     stays inside a sample."""
     logprob_kernel: Literal["torch", "fused"] = "torch"
-    """``fused`` computes log-probabilities and entropies without all logits; CUDA only, like the next two."""
+    """``fused`` computes log-probabilities and entropies without all logits; CUDA only, like the others."""
     logprob_keep_gb: float = Field(default=0.0, ge=0)
     """Logits that ``fused`` keeps from forward to backward instead of computing them again there."""
     expert_kernel: Literal["torch", "fused"] = "torch"
     """``fused`` permutes rows and applies SwiGLU and routing weights in one pass each."""
     norm_kernel: Literal["torch", "fused"] = "torch"
     """``fused`` runs each root-mean-square norm in one pass."""
+    loss_kernel: Literal["torch", "fused"] = "torch"
+    """``fused`` computes a policy's loss, its gradients and its metrics in one pass over the tokens."""
     activation_checkpointing: bool = False
     """Compute a layer's parts again in the backward pass instead of keeping their activations; never repeats
     an exchange between ranks."""
@@ -103,7 +105,12 @@ class TrainConfig(Section):
     @property
     def kernels(self) -> dict[str, str]:
         """What computes each part of a step that has a fused kernel."""
-        return {"logprob": self.logprob_kernel, "experts": self.expert_kernel, "norms": self.norm_kernel}
+        return {
+            "logprob": self.logprob_kernel,
+            "experts": self.expert_kernel,
+            "norms": self.norm_kernel,
+            "loss": self.loss_kernel,
+        }
 
     @model_validator(mode="after")
     def _ranks_make_a_grid(self) -> Self:

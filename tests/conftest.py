@@ -69,23 +69,30 @@ def leave_servers(tmp_path: Path) -> Iterator[None]:
         os.close(process._memberships.pop(folder).fifo)
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param("interpreter", marks=pytest.mark.interpreter),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ]
-)
+INTERPRETER = pytest.param("interpreter", marks=pytest.mark.interpreter)
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", INTERPRETER, CUDA])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where a kernel runs: its plain-torch formula, its Triton interpreted on CPU, its Triton on CUDA."""
-    if request.param == "cuda":
-        import torch
+    return "cpu" if request.param == "cpu" else _triton_device(request.param, monkeypatch)
 
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
-        return "cuda"
-    if request.param == "interpreter":
+
+@pytest.fixture(params=[INTERPRETER, CUDA])
+def triton_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The same for a kernel whose formula is elsewhere."""
+    return _triton_device(request.param, monkeypatch)
+
+
+def _triton_device(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    if name == "interpreter":
         from interpreter import interpret
 
         interpret(monkeypatch)
-    return "cpu"
+        return "cpu"
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return "cuda"

@@ -106,7 +106,7 @@ def check(manifests: list[Manifest], dispatcher: str) -> None:
         assert manifest.num_samples == 32 and manifest.metrics["steps"] == 2
         assert manifest.metrics["skipped_steps"] == 0 and 0 < manifest.metrics["grad_norm"] < 1e3
         assert manifest.means["dispatcher"].startswith(f"{dispatcher} over ")
-        assert manifest.means["kernels"] == "logprob torch, experts torch, norms torch"
+        assert manifest.means["kernels"] == "logprob torch, experts torch, norms torch, loss torch"
         assert f"torch {torch.__version__.split('+')[0]}" in manifest.means["libraries"]
         assert any(name.startswith("optimizer") for name in manifest.files)
 

@@ -12,6 +12,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from tasks.config import CampaignConfig
+from tasks.policy.fused_loss import fused_policy_objective
 from tasks.policy.mesh import ParallelMesh
 from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.progress import Progress, slow_ranks
@@ -160,7 +161,8 @@ def make_loss(
     def supervised(logprob_BL: Tensor, entropy_BL: Tensor, micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return supervised_loss(logprob_BL, micro["mask"], num_global_tokens=num_global_tokens)
 
-    policy = policy_objective(
+    make = fused_policy_objective if config.train.loss_kernel == "fused" else policy_objective
+    policy = make(
         config.algorithm,
         num_global_tokens=num_global_tokens,
         num_global_sequences=num_global_sequences,
