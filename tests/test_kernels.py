@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from moe_kernels import reference
 from moe_kernels.logprob import selective_logprob_entropy
 from moe_kernels.norm import rms_norm
 from moe_kernels.rows import moe_permute, moe_unpermute, permute_weights
 from moe_kernels.swiglu import swiglu_weighted
+from ranks import run_ranks
 from torch import Tensor
+
+from tasks.policy.vocabulary import vocabulary_block
 
 CHUNK_BYTES = 1  # the fewest entries a chunk may have: 256
 
@@ -108,6 +113,52 @@ def test_large_logits_keep_a_finite_logprob():
     hidden_TD, weight_VD = torch.full((1, 1), 1e4), torch.tensor([[1.0], [-1.0], [0.5]])
     logprob_T, entropy_T = selective_logprob_entropy(hidden_TD, weight_VD, torch.tensor([2]), temperature=1.0)
     assert logprob_T.item() == -5e3 and entropy_T.item() == 0.0
+
+
+def check_blocks(rank: int, world_size: int, expected: dict[torch.dtype, list[Tensor]]) -> None:
+    """What ``vocabulary_block`` makes of a head that tensor parallelism has split."""
+    for dtype, wanted in expected.items():
+        head = torch.nn.Linear(1, 1)
+        head.vocabulary_group = dist.group.WORLD
+        hidden_TD, weight_VD, ids_T, slope_T = block_inputs(dtype)
+        head.weight = torch.nn.Parameter(weight_VD.detach().chunk(world_size)[rank].clone())
+        got = block_results(hidden_TD, head.weight, ids_T, slope_T, block=vocabulary_block(head))
+        parts = [*got[:3], torch.cat(all_ranks(got[3]))]
+        bound = 1e-12 if dtype == torch.float64 else 2e-2
+        for one, value in zip(parts, wanted, strict=True):
+            assert relative_error(one, value) <= bound
+
+
+def all_ranks(value: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, value.contiguous())
+    return parts
+
+
+def block_inputs(dtype: torch.dtype) -> list[Tensor]:
+    ids_T = torch.tensor([0, 299, 300, 599, 899, -1, 450, 10, -1, 600, 899])
+    tensors = [
+        draw(11, 16, seed=0, device="cpu", dtype=dtype),
+        draw(900, 16, seed=1, device="cpu", dtype=dtype),
+    ]
+    return [*(t.requires_grad_() for t in tensors), ids_T, draw(11, seed=2, device="cpu")]
+
+
+def block_results(
+    hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor, slope_T: Tensor, **options: Any
+) -> list[Tensor]:
+    logprob_T, entropy_T = selective_logprob_entropy(
+        hidden_TD, weight_VD, ids_T, temperature=0.7, chunk_bytes=CHUNK_BYTES, keep_bytes=9000, **options
+    )
+    loss = (logprob_T * slope_T).sum() + (entropy_T * slope_T.flip(0)).sum()
+    gradients = torch.autograd.grad(loss, [hidden_TD, weight_VD])
+    return [logprob_T.detach(), entropy_T.detach(), *gradients]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_blocks_of_the_vocabulary_on_several_ranks_are_the_whole_on_one(world_size):
+    dtypes = torch.float64, torch.bfloat16
+    run_ranks(check_blocks, world_size, {dtype: block_results(*block_inputs(dtype)) for dtype in dtypes})
 
 
 def test_inputs_that_do_not_fit_are_refused():

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from moe_kernels import device
 
+AllReduce = Callable[[Tensor, str], Tensor]
+"""The sum or the maximum ("sum", "max") of a tensor over the ranks that hold the other blocks."""
 LOWEST = -1e30
 """Below every logit, but finite: minus infinity would make 0 * inf of an empty sum."""
 
@@ -30,7 +32,7 @@ class Statistics:
     moment_T: Tensor
     """Sum of exp(z - max) * (z - max)."""
     chosen_T: Tensor
-    """z of the token's id."""
+    """z of the token's id; 0 as long as no chunk had it."""
 
     @classmethod
     def empty(cls, hidden_TD: Tensor) -> Self:
@@ -38,6 +40,14 @@ class Statistics:
             hidden_TD.shape[0], dtype=torch.promote_types(hidden_TD.dtype, torch.float32)
         )
         return cls(torch.full_like(zero_T, LOWEST), zero_T, zero_T.clone(), zero_T.clone())
+
+    def joined(self, all_reduce: AllReduce) -> Self:
+        """Of the whole vocabulary, where each rank has folded its own block of it."""
+        max_T = all_reduce(self.max_T, "max")
+        shift_T = self.max_T - max_T
+        moment_T = self.moment_T + self.sum_T * shift_T
+        parts_3T = torch.stack([self.sum_T * shift_T.exp(), moment_T * shift_T.exp(), self.chosen_T])
+        return type(self)(max_T, *all_reduce(parts_3T, "sum").unbind())
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Log of the sum of exp(z), and entropy."""

@@ -1,6 +1,6 @@
 """Log-probability and entropy of given tokens, without ever holding [tokens, vocabulary].
 
-Shape key: T tokens, D features, V vocabulary, C vocabulary entries of one chunk.
+Shape key: T tokens, D features, V vocabulary (or this rank's block of it), C vocabulary entries of one chunk.
 
 The vocabulary is cut into chunks, not the tokens. The gradient of a chunk's weights is then one matrix
 product over all tokens, summed in float32 inside it and written once; cutting tokens would read and write a
@@ -9,11 +9,15 @@ the [T, D] gradient. Backward turns a chunk's logits into their gradient in plac
 except those that ``keep_bytes`` left room for: one of four matrix products against memory.
 
 Logits have the dtype of the inputs, as a model's own head would give them; all statistics are float32.
+
+Where ranks hold blocks of the vocabulary, each folds its own logits; four numbers a token are joined forward,
+and the gradient of the hidden states backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +29,16 @@ CHUNK_BYTES = 256 * 2**20
 """Logits held at a time."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyBlock:
+    """Which rows of the head's weights this rank has, and how it speaks with the ranks that have the rest."""
+
+    start: int
+    vocab_size: int
+    """Of all blocks."""
+    all_reduce: chunks.AllReduce
+
+
 def selective_logprob_entropy(
     hidden_TD: Tensor,
     weight_VD: Tensor,
@@ -33,19 +47,27 @@ def selective_logprob_entropy(
     temperature: float,
     chunk_bytes: int = CHUNK_BYTES,
     keep_bytes: int = 0,
+    block: VocabularyBlock | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of ``ids_T`` under softmax(hidden @ weight.T / temperature), and its entropy.
 
     Both are float32 (float64 for float64 inputs), and 0 without a gradient where the id is negative. Triton
     does the elementwise work on CUDA, torch everywhere else; the matrix products are the library's.
+
+    With ``block`` the weights are that block of the vocabulary's rows; hidden states, ids (of the whole
+    vocabulary), results and their gradients are equal on all ranks, and so is the hidden states' gradient.
     """
-    _check(hidden_TD, weight_VD, ids_T, temperature)
+    _check(hidden_TD, weight_VD, ids_T, temperature, block)
     has_backward = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
     keep_bytes = keep_bytes if has_backward else 0
-    return _SelectiveLogprobEntropy.apply(hidden_TD, weight_VD, ids_T, temperature, chunk_bytes, keep_bytes)
+    return _SelectiveLogprobEntropy.apply(
+        hidden_TD, weight_VD, ids_T, temperature, chunk_bytes, keep_bytes, block
+    )
 
 
-def _check(hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor, temperature: float) -> None:
+def _check(
+    hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor, temperature: float, block: VocabularyBlock | None
+) -> None:
     same_features = hidden_TD.ndim == weight_VD.ndim == 2 and hidden_TD.shape[1] == weight_VD.shape[1]
     if not same_features or ids_T.shape != hidden_TD.shape[:1]:
         raise ValueError(
@@ -60,7 +82,7 @@ def _check(hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor, temperature: flo
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}.")
     # On the device: reading the answer here would stop it.
-    is_known = (ids_T < weight_VD.shape[0]).all()
+    is_known = (ids_T < (weight_VD.shape[0] if block is None else block.vocab_size)).all()
     torch._assert_async(is_known, "ids must be below the vocabulary size")  # pyright: ignore
 
 
@@ -74,15 +96,19 @@ class _SelectiveLogprobEntropy(torch.autograd.Function):
         temperature: float,
         chunk_bytes: int,
         keep_bytes: int,
+        block: VocabularyBlock | None,
     ) -> tuple[Tensor, Tensor]:
         statistics = chunks.Statistics.empty(hidden_TD)
+        first = 0 if block is None else block.start
         fold = chunks.fold_function(hidden_TD)
         kept: dict[int, Tensor] = {}
         for start, logits_TC in _logits(hidden_TD, weight_VD, chunk_bytes, kept, keep_bytes):
-            fold(statistics, logits_TC, ids_T, start, 1 / temperature)
+            fold(statistics, logits_TC, ids_T, first + start, 1 / temperature)
+        if block is not None:
+            statistics = statistics.joined(block.all_reduce)
         logsumexp_T, entropy_T = statistics.finish()
         ctx.save_for_backward(hidden_TD, weight_VD, ids_T, logsumexp_T, entropy_T)
-        ctx.temperature, ctx.chunk_bytes, ctx.kept = temperature, chunk_bytes, kept
+        ctx.temperature, ctx.chunk_bytes, ctx.kept, ctx.block = temperature, chunk_bytes, kept, block
         is_asked_T = ids_T >= 0
         logprob_T = statistics.chosen_T - logsumexp_T
         return torch.where(is_asked_T, logprob_T, 0.0), torch.where(is_asked_T, entropy_T, 0.0)
@@ -94,15 +120,18 @@ class _SelectiveLogprobEntropy(torch.autograd.Function):
         rewrite = chunks.rewrite_function(hidden_TD)
         total_TD = torch.zeros_like(hidden_TD, dtype=logsumexp_T.dtype)
         grad_VD = torch.empty_like(weight_VD) if needs_weight else None
-        scale = 1 / ctx.temperature
+        scale, first = 1 / ctx.temperature, 0 if ctx.block is None else ctx.block.start
+        slopes = [grad.contiguous() for grad in grads]
         for start, logits_TC in _logits(hidden_TD, weight_VD, ctx.chunk_bytes, ctx.kept, 0):
-            rewrite(logits_TC, ids_T, start, scale, logsumexp_T, entropy_T, *(g.contiguous() for g in grads))
+            rewrite(logits_TC, ids_T, first + start, scale, logsumexp_T, entropy_T, *slopes)
             end = start + logits_TC.shape[1]
             if grad_VD is not None:
                 torch.mm(logits_TC.T, hidden_TD, out=grad_VD[start:end])
             if needs_hidden:
                 _add_product(total_TD, logits_TC, weight_VD[start:end])
-        return total_TD.to(hidden_TD.dtype) if needs_hidden else None, grad_VD, None, None, None, None
+        if needs_hidden and ctx.block is not None:  # before it is rounded
+            total_TD = ctx.block.all_reduce(total_TD, "sum")
+        return total_TD.to(hidden_TD.dtype) if needs_hidden else None, grad_VD, *[None] * 5
 
 
 def _logits(

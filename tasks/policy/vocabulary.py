@@ -1,12 +1,15 @@
-"""Log-probability and entropy of tokens whose logits are split over a tp group by blocks of the vocabulary.
+"""Log-probability and entropy of tokens where the vocabulary is split over a tp group by blocks.
 
 Shape key: B sequences, M predictions, v words of this rank's block. No rank ever holds all logits of a token.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from moe_kernels.logprob import VocabularyBlock
 from torch import Tensor
 
 from tasks.policy.collectives import all_reduce, sum_to_equal, to_own
@@ -28,3 +31,16 @@ def split_logprob_entropy(
     probability_BMv = (logits_BMv - to_own(log_z_BM, group)[..., None]).exp()
     mean_logit_BM = sum_to_equal((probability_BMv * logits_BMv).sum(dim=-1), group)
     return chosen_BM - log_z_BM, log_z_BM - mean_logit_BM
+
+
+def vocabulary_block(head: Any) -> VocabularyBlock | None:
+    """What the kernel without logits must know of a head that holds a block of rows; None if it has all."""
+    group = getattr(head, "vocabulary_group", None)
+    if group is None:
+        return None
+    size = head.weight.shape[0]
+    return VocabularyBlock(
+        start=group.rank() * size,
+        vocab_size=size * group.size(),
+        all_reduce=lambda x, op: all_reduce(x, group, op),
+    )
