@@ -59,7 +59,7 @@ def logprob_case(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
-@pytest.mark.parametrize(("num_tokens", "vocab"), [(1, 37), (7, 256), (13, 600), (257, 1000), (64, 9000)])
+@pytest.mark.parametrize(("num_tokens", "vocab"), [(1, 37), (7, 256), (13, 600), (67, 1000), (5, 9000)])
 @pytest.mark.parametrize(
     ("dtype", "bound"),
     # bf16: logits up to 10 are rounded by up to 2^-6, as a model's head rounds them; measured up to 1.0e-2

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moe_kernels.chunks import Statistics
 
-FOLD_BLOCK, REWRITE_BLOCK = 4096, 4096
+FOLD = {"BLOCK": 2048, "num_warps": 4}
+REWRITE = {"BLOCK": 4096, "num_warps": 8}
 
 
 def fold_(statistics: Statistics, logits_TC: Tensor, ids_T: Tensor, start: int, scale: float) -> None:
@@ -23,7 +24,7 @@ def fold_(statistics: Statistics, logits_TC: Tensor, ids_T: Tensor, start: int, 
     if num_tokens:
         _fold_kernel[(num_tokens,)](
             logits_TC, ids_T, s.max_T, s.sum_T, s.moment_T, s.chosen_T, start, scale, width,
-            BLOCK=FOLD_BLOCK, num_warps=8,
+            **FOLD,
         )  # fmt: skip
 
 
@@ -39,9 +40,9 @@ def rewrite_(
 ) -> None:
     num_tokens, width = logits_TC.shape
     if num_tokens:
-        _rewrite_kernel[(num_tokens, triton.cdiv(width, REWRITE_BLOCK))](
+        _rewrite_kernel[(num_tokens, triton.cdiv(width, REWRITE["BLOCK"]))](
             logits_TC, ids_T, logsumexp_T, entropy_T, grad_logprob_T, grad_entropy_T, start, scale, width,
-            BLOCK=REWRITE_BLOCK, num_warps=8,
+            **REWRITE,
         )  # fmt: skip
 
 
@@ -52,21 +53,27 @@ def _fold_kernel(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * width
-    largest, total, moment = tl.load(maxima + token), tl.load(sums + token), tl.load(moments + token)
+    known = tl.load(maxima + token)
+    largest = known
+    # sums by column of a block: one reduction over the program's threads for each block, and not three
+    total, moment = tl.zeros([BLOCK], known.dtype), tl.zeros([BLOCK], known.dtype)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         is_in = column < width
-        z = tl.load(row + column, mask=is_in, other=0.0).to(largest.dtype) * scale
+        z = tl.load(row + column, mask=is_in, other=0.0).to(known.dtype) * scale
         z = tl.where(is_in, z, -1e30)
         new = tl.maximum(largest, tl.max(z, axis=0))
         shift, below = largest - new, z - new
-        exp = tl.exp(below)
-        moment = (moment + total * shift) * tl.exp(shift) + tl.sum(exp * below, axis=0)
-        total = total * tl.exp(shift) + tl.sum(exp, axis=0)
+        factor, exp = tl.exp(shift), tl.exp(below)
+        moment = (moment + total * shift) * factor + exp * below
+        total = total * factor + exp
         largest = new
+    shift = known - largest
+    factor = tl.exp(shift)
+    sum_before, moment_before = tl.load(sums + token), tl.load(moments + token)
     tl.store(maxima + token, largest)
-    tl.store(sums + token, total)
-    tl.store(moments + token, moment)
+    tl.store(sums + token, tl.sum(total, axis=0) + sum_before * factor)
+    tl.store(moments + token, tl.sum(moment, axis=0) + (moment_before + sum_before * shift) * factor)
     place = tl.load(ids + token) - start
     if (place >= 0) & (place < width):
         tl.store(chosen + token, tl.load(row + place).to(largest.dtype) * scale)

@@ -74,18 +74,39 @@ def _clipped(
 
 
 @triton.jit
+def _policy_term(
+    logprob, log_ratio, advantage, LOSS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    DUAL: tl.constexpr, TAU_POSITIVE: tl.constexpr, TAU_NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """Loss, its gradient by the log-probability, and whether clipping changed it."""
+    if LOSS == "clipped_weight":
+        ratio = tl.exp(log_ratio)
+        weight = tl.where(ratio < LOW, LOW, tl.where(ratio > HIGH, HIGH, ratio))
+        return -weight * advantage * logprob, -weight * advantage, weight != ratio
+    elif LOSS == "soft_gate":
+        ratio = tl.exp(log_ratio)
+        tau = tl.where(advantage > 0, log_ratio * 0.0 + TAU_POSITIVE, log_ratio * 0.0 + TAU_NEGATIVE)
+        gate = 1.0 / (1.0 + tl.exp(-tau * (ratio - 1.0)))
+        slope = -4.0 * gate * (1.0 - gate) * ratio * advantage
+        return -gate * 4.0 / tau * advantage, slope, tau < 0
+    else:
+        return _clipped(log_ratio, advantage, LOW, HIGH, DUAL)
+
+
+@triton.jit
 def _divergence(log_ratio, ESTIMATOR: tl.constexpr):
     """Estimate, and its gradient by the log-ratio."""
-    if ESTIMATOR == "k1":
-        return log_ratio, log_ratio * 0.0 + 1.0
     k2 = 0.5 * log_ratio * log_ratio
-    if ESTIMATOR == "k2":
-        return k2, log_ratio
     inverse = tl.exp(-log_ratio)
     k3 = inverse - 1.0 + log_ratio
-    if ESTIMATOR == "k3":
+    if ESTIMATOR == "k1":
+        return log_ratio, log_ratio * 0.0 + 1.0
+    elif ESTIMATOR == "k2":
+        return k2, log_ratio
+    elif ESTIMATOR == "k3":
         return k3, 1.0 - inverse
-    return k3, log_ratio
+    else:
+        return k3, log_ratio
 
 
 @triton.jit
@@ -107,23 +128,12 @@ def _kernel(
     log_ratio = from_behavior
     if HAS_PROXIMAL:
         log_ratio = logprob - tl.load(proximals + token, mask=is_trained, other=0.0).to(logprob.dtype)
-    if LOSS == "clipped_weight":
-        ratio = tl.exp(log_ratio)
-        weight = tl.where(ratio < LOW, LOW, tl.where(ratio > HIGH, HIGH, ratio))
-        slope = -weight * advantage
-        loss, is_clipped = slope * logprob, weight != ratio
-    elif LOSS == "soft_gate":
-        ratio = tl.exp(log_ratio)
-        tau = tl.where(advantage > 0, log_ratio * 0.0 + TAU_POSITIVE, log_ratio * 0.0 + TAU_NEGATIVE)
-        gate = 1.0 / (1.0 + tl.exp(-tau * (ratio - 1.0)))
-        loss = -gate * 4.0 / tau * advantage
-        slope = -4.0 * gate * (1.0 - gate) * ratio * advantage
-        is_clipped = is_trained & (token < 0)
-    else:
-        value = log_ratio
-        if LOSS == "sequence_clip":  # the mean in value, each token's own in gradient
-            value = tl.load(means + token, mask=is_trained, other=0.0).to(logprob.dtype)
-        loss, slope, is_clipped = _clipped(value, advantage, LOW, HIGH, DUAL)
+    value = log_ratio
+    if LOSS == "sequence_clip":  # the mean in value, each token's own in gradient
+        value = tl.load(means + token, mask=is_trained, other=0.0).to(logprob.dtype)
+    loss, slope, is_clipped = _policy_term(
+        logprob, value, advantage, LOSS, LOW, HIGH, DUAL, TAU_POSITIVE, TAU_NEGATIVE
+    )
     weight_sum = tl.sum(logprob * 0.0, axis=0)
     if HAS_WEIGHT:
         weight = tl.load(weights + token, mask=is_trained, other=0.0).to(logprob.dtype)
@@ -147,12 +157,17 @@ def _kernel(
     tl.store(by_logprob + token, tl.where(is_trained, slope, 0.0), mask=is_in)
     tl.store(by_entropy + token, tl.where(is_trained, entropy_slope, 0.0), mask=is_in)
     row = partials + tl.program_id(0) * NUM_SUMS
-    tl.store(row + 0, tl.sum(is_trained.to(logprob.dtype), axis=0))
-    tl.store(row + 1, tl.sum(tl.where(is_trained, loss, 0.0), axis=0))
-    tl.store(row + 2, tl.sum(entropy, axis=0))
-    tl.store(row + 3, tl.sum((is_clipped & is_trained).to(logprob.dtype), axis=0))
-    tl.store(row + 4, tl.sum(-from_behavior, axis=0))
-    tl.store(row + 5, tl.sum(tl.exp(from_behavior) - 1.0 - from_behavior, axis=0))
+    _store_token_sums(row, is_trained, loss, entropy, is_clipped, from_behavior, total)
     tl.store(row + 6, weight_sum)
     tl.store(row + 7, kl_sum)
+
+
+@triton.jit
+def _store_token_sums(row, is_trained, loss, entropy, is_clipped, from_behavior, total):
+    tl.store(row + 0, tl.sum(is_trained.to(loss.dtype), axis=0))
+    tl.store(row + 1, tl.sum(tl.where(is_trained, loss, 0.0), axis=0))
+    tl.store(row + 2, tl.sum(entropy, axis=0))
+    tl.store(row + 3, tl.sum((is_clipped & is_trained).to(loss.dtype), axis=0))
+    tl.store(row + 4, tl.sum(-from_behavior, axis=0))
+    tl.store(row + 5, tl.sum(tl.exp(from_behavior) - 1.0 - from_behavior, axis=0))
     tl.store(row + 8, tl.sum(tl.where(is_trained, total, 0.0), axis=0))
