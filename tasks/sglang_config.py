@@ -33,8 +33,10 @@ class SglangConfig(Section):
     moe_runner: Literal["auto", "triton", "deep_gemm"] = "auto"
     attention: Literal["triton", "fa3", "flashinfer", "torch_native"] = "triton"
     sampling: Literal["pytorch", "flashinfer"] = "pytorch"
-    quantization: Literal["none", "fp8"] = "none"
-    """``fp8`` quantises each version's weights as a server starts, so every version starts it anew."""
+    quantization: Literal["none", "fp8", "fp8_blocks"] = "none"
+    """``fp8``: SGLang rounds each version's weights as a server starts, with a scale for each tensor.
+    ``fp8_blocks``: the worker rounds them first, with a scale for each 128 x 128, as DeepSeek-V3's are. With
+    either every version starts the server anew."""
     cuda_graphs: bool = True
     """Worth 7x in decoding speed on an H200."""
     deterministic: bool = False
@@ -98,7 +100,7 @@ class SglangConfig(Section):
                 )
         if self.deterministic and self.sampling != "pytorch":
             raise ValueError("deterministic needs sampling 'pytorch', which alone takes seeds. Set it so.")
-        if self.quantization == "fp8" and self.urls:
+        if self.quantization != "none" and self.urls:
             raise ValueError(
                 "quantization must be 'none' with urls: FP8 weights are not updated in place, and servers "
                 "that others started cannot be restarted. Leave urls empty, or set quantization to 'none'."

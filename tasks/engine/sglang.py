@@ -23,6 +23,7 @@ from typing import Any
 from tasks.engine.protocol import Completion, Request, SamplingParams
 from tasks.engine.sglang_client import Address, Budget, Client, Loop, SglangError
 from tasks.engine.sglang_format import completion, request_body, single_bodies
+from tasks.engine.sglang_fp8 import quantised_folder
 from tasks.engine.sglang_model import files_identity, routing_shape, served_folder, vocabulary
 from tasks.engine.sglang_server import LaunchedServer
 from tasks.sglang_config import SglangConfig
@@ -63,13 +64,15 @@ class Fleet:
                 return
             self.version = None
             served = served_folder(folder, self.scratch)
+            if self.config.quantization == "fp8_blocks":
+                served = quantised_folder(served, self.scratch, device=self.config.device)
             if self.config.in_flight == "abort":
                 for view in self._views:
                     view.abort()
             self.loop.run(self._idle())
             self.model = folder
             self.vocab_size, self.routing_shape = vocabulary(folder), routing_shape(folder)
-            if self.launched is not None and self.addresses and self.config.quantization == "fp8":
+            if self.launched is not None and self.addresses and self.config.quantization != "none":
                 self.launched.stop()  # SGLang repacks FP8 weights once, and an update would not repack them
                 self.addresses = []
             if self.launched is not None and self._needs_start():

@@ -40,7 +40,7 @@ def server_arguments(
         "max-running-requests": config.max_running_requests,
         "max-total-tokens": config.max_total_tokens or None,
         "context-length": config.context_length or None,
-        "quantization": None if config.quantization == "none" else config.quantization,
+        "quantization": "fp8" if config.quantization == "fp8" else None,  # blocks are in config.json
         "moe-a2a-backend": None if config.moe_a2a == "none" else config.moe_a2a,
         "deepep-mode": config.deepep_mode if config.moe_a2a == "deepep" else None,
         "dp-size": config.tp if config.dp_attention else None,
