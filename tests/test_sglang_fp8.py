@@ -68,7 +68,7 @@ def test_transformers_loads_the_folder_as_the_policy_within_rounding(policy, tmp
         expected, got = exact(ids).logits.float(), loaded(ids).logits.float()
     for name, value in exact.state_dict().items():
         difference, size = (loaded.state_dict()[name].float() - value.float()).abs(), value.float().abs()
-        # half a step of e4m3, one rounding to bfloat16, and near zero 2^-10 of a scale of 1/448 of the largest
+        # half a step of e4m3, one rounding to bfloat16; near zero 2^-10 of a scale of 1/448 of the largest
         assert (difference <= size * (2**-4 + 2**-8) + size.max() * 2**-18).all(), name
     error = (got - expected).norm() / expected.norm()
     assert 0 < error < 0.3, error  # measured 0.16: rounding sends some tokens to other experts

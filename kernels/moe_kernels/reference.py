@@ -37,6 +37,8 @@ def gather_rows(x_TD: Tensor, slot_TK: Tensor, num_copies: int) -> Tensor:
 def sum_rows(y_PD: Tensor, slot_TK: Tensor) -> Tensor:
     """Sum of each row's copies; half-precision copies are added in float32 and rounded once."""
     wide_PD = y_PD.to(torch.promote_types(y_PD.dtype, torch.float32))
+    if not len(y_PD):
+        wide_PD = F.pad(wide_PD, (0, 0, 0, 1))  # something for a missing copy to point at
     copy_TKD = torch.where((slot_TK >= 0)[..., None], wide_PD[slot_TK.clamp(min=0)], 0.0)
     return copy_TKD.sum(dim=1).to(y_PD.dtype)
 
