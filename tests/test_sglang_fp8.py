@@ -10,10 +10,13 @@ import pytest
 import torch
 from moe_kernels.reference import dequant_fp8_128x128
 from safetensors.torch import load_file
+from test_sglang import recorded
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tasks.engine import sglang
+from tasks.engine.sglang import Fleet
 from tasks.engine.sglang_fp8 import quantised_folder
-from tasks.engine.sglang_server import server_arguments
+from tasks.engine.sglang_server import LaunchedServer, server_arguments
 from tasks.sglang_config import SglangConfig
 
 
@@ -106,3 +109,34 @@ def test_the_server_reads_the_blocks_from_the_folder_and_not_from_a_flag():
     assert "--quantization" in server_arguments(SglangConfig(quantization="fp8"), **options)
     with pytest.raises(ValueError, match="FP8 weights are not updated in place"):
         SglangConfig(quantization="fp8_blocks", urls=("http://engine:1",))
+
+
+def test_a_fleet_serves_each_versions_rounded_folder_from_a_server_that_starts_anew(
+    policy, tmp_path, monkeypatch
+):
+    """Stands in for the server alone, which needs a GPU for 8 bits, and rounds on the host."""
+    served: list[Path] = []
+    stops: list[int] = []
+    with recorded() as server:
+
+        def start(self: LaunchedServer, model: Path, version: int) -> str:
+            dtypes = {tensor.dtype for tensor in load_file(model / "model.safetensors").values()}
+            assert torch.float8_e4m3fn in dtypes
+            served.append(model)
+            server.state["version"] = str(version)
+            return f"http://127.0.0.1:{server.server_address[1]}"
+
+        async def fingerprint(self: Fleet, url: str) -> str:
+            return served[-1].name
+
+        monkeypatch.setattr(LaunchedServer, "start", start)
+        monkeypatch.setattr(LaunchedServer, "stop", lambda self: stops.append(len(served)))
+        monkeypatch.setattr(Fleet, "_fingerprint", fingerprint)
+        monkeypatch.setattr(
+            sglang, "quantised_folder", lambda *args, device: quantised_folder(*args, device="cpu")
+        )
+        fleet = Fleet(SglangConfig(quantization="fp8_blocks"), dtype="bfloat16", folder=tmp_path / "scratch")
+        fleet.load(policy, 7)
+        fleet.load(save_policy(tmp_path / "v000008", seed=1), 8)
+    assert [model.name[:11] for model in served] == ["fp8-v000007", "fp8-v000008"]
+    assert stops == [1] and fleet.version == 8
