@@ -15,6 +15,7 @@ import itertools
 import os
 import platform
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -170,64 +171,61 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def bench_server(options: argparse.Namespace) -> None:
     """Alternating rounds: the client's own transfer of a file, and the store's with hashes and checks; a read
-    that hashes behind its transfer, for comparison. CPU seconds are this process's, of all threads."""
+    that is hashed behind its transfer, for comparison. CPU seconds are this process's, of all threads."""
     from boto3.s3.transfer import TransferConfig
 
-    from tasks.artifacts.cache import sha256_of
+    from tasks.artifacts.client import PART_BYTES
+    from tasks.artifacts.content import digests_of
     from tasks.artifacts.store import open_store
 
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         store = open_store(str(folder / "store"), "bench", cache=folder / "cache")
-        if options.link:
-            unlimited = store.bucket._transfer_config
-
-            def limited(size: int) -> TransferConfig:
-                config = unlimited(size)
-                config.max_bandwidth = options.link << 20
-                return config
-
-            store.bucket._transfer_config = limited
+        config = TransferConfig(  # the client's best: its own pieces of 256 KiB take four times as many calls
+            multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=4,
+            io_chunksize=1 << 20, max_io_queue=256, preferred_transfer_client="classic",
+        )  # fmt: skip
         size, target = options.mb << 20, folder / "raw-target"
-        seconds: dict[str, list[tuple[float, float]]] = {}
+        spent: dict[str, list[tuple[float, float]]] = {}
 
         def measure(*runs: tuple[str, Callable[[], Any]], number: int) -> None:
             for label, run in runs if number % 2 else reversed(runs):
                 cpu = time.process_time()
-                seconds.setdefault(label, []).append((timed(run)[0], time.process_time() - cpu))
+                spent.setdefault(label, []).append((timed(run)[0], time.process_time() - cpu))
 
         for number in range(options.rounds):
             path, raw = folder / f"file-{number}", folder / f"raw-{number}"
             for made in (path, raw):
                 made.write_bytes(os.urandom(size))
-            measure(
-                ("raw put", partial(store.bucket.upload, raw, f"raw/{raw.name}")),
-                ("store put", partial(store.put_file, path)),
-                number=number,
-            )
-            blob, stored = store.put_file(path), store.bucket.head(f"raw/{raw.name}")
+            send, receive = store.bucket._client.upload_file, store.bucket._client.download_file
+            extra = {"ChecksumAlgorithm": "SHA256"}
+            put = partial(send, str(raw), store.bucket.name, raw.name, ExtraArgs=extra, Config=config)
+            measure(("raw put", put), ("store put", partial(store.put_file, path)), number=number)
+            blob, stored = store.put_file(path), store.bucket.head(raw.name)
             assert stored is not None
-            raw_get = partial(
-                store.bucket._client.download_file, store.bucket.name, f"raw/{raw.name}", str(target),
-                ExtraArgs={"VersionId": stored.version_id}, Config=store.bucket._transfer_config(size),
-            )  # fmt: skip
+            extra = {"VersionId": stored.version_id}
+            get = partial(receive, store.bucket.name, raw.name, str(target), ExtraArgs=extra, Config=config)
             for again in range(options.reads):
                 measure(
-                    ("raw get", raw_get),
+                    ("raw get", get),
                     ("store get", partial(store.cache.link, "file", blob, folder / "links")),
-                    ("hashed after get", lambda get=raw_get: (get(), sha256_of(target))),
+                    ("hashed after get", lambda get=get: (get(), digests_of(target))),
                     number=again,
                 )
                 store.cache._path(blob.sha256).unlink()  # so that the next read fetches it again
-        best = {
-            label: [size / 1e6 / min(value[i] for value in values) for i in (0, 1)]
-            for label, values in seconds.items()
-        }
-        print(f"| {options.mb} MiB, best of {options.rounds} | MB/s | share of raw | by CPU time |")
+                (folder / "links" / "file").unlink()
+                target.unlink()
+            path.unlink()
+            raw.unlink()
+        print(f"| {options.mb} MiB, {options.rounds} files | median MB/s | share of raw: median | by CPU |")
         print("|---|---|---|---|")
-        for label in ("raw put", "store put", "raw get", "store get", "hashed after get"):
-            (rate, cpu), raw = best[label], best["raw " + label.split()[-1]]
-            print(f"| {label} | {rate:.0f} | {rate / raw[0]:.0%} | {cpu / raw[1]:.0%} |")
+        for label, pairs in spent.items():
+            raw = spent["raw " + label.split()[-1]]
+            shares = [[r[i] / p[i] for r, p in zip(raw, pairs, strict=True)] for i in (0, 1)]
+            wall, cpu = map(statistics.median, shares)
+            rate = size / 1e6 / statistics.median(seconds for seconds, _ in pairs)
+            between = f"{min(shares[0]):.0%}-{max(shares[0]):.0%}"
+            print(f"| {label} | {rate:.0f} | {wall:.0%} ({between}) | {cpu:.0%} |")
 
 
 def bench_campaign(options: argparse.Namespace) -> None:
@@ -269,8 +267,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0, help="of the snapshot of `stall`")
     parser.add_argument("--mb", type=int, default=256, help="of the file of `server`")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--reads", type=int, default=4, help="of each file of `server`")
-    parser.add_argument("--link", type=int, default=0, help="MiB/s that `server` may transfer; 0: any")
+    parser.add_argument("--reads", type=int, default=6, help="of each file of `server`")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--folder", help="for temporary files; default: the system's")
     parser.add_argument("--store", default="./runs")

@@ -17,8 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from publishing import failure, manifest, publish, respond
 
+from tasks.artifacts.content import digests_of, digests_of_bytes
 from tasks.artifacts.errors import CorruptArtifact, StoreError, VersionConflict
 from tasks.artifacts.manifest import Blob
 from tasks.artifacts.store import EMBEDDED_BUCKET, PolicyStore, open_store
@@ -152,13 +154,38 @@ def test_a_file_that_changes_while_it_is_stored_is_refused_and_leaves_no_wrong_b
 
 
 @pytest.mark.parametrize("content", [b"other of this", b"short"])
-def test_a_damaged_blob_is_named(policy_store: PolicyStore, content: bytes) -> None:
-    wrong = policy_store.put_bytes(content)
-    digest = hashlib.sha256(b"right content").hexdigest()
-    blob = Blob(sha256=digest, size=13, key=wrong.key, version_id=wrong.version_id)
+@pytest.mark.parametrize("is_new", [False, True], ids=["SHA-256 alone", "BLAKE3 beside it"])
+def test_a_damaged_blob_is_named(policy_store: PolicyStore, content: bytes, is_new: bool) -> None:
+    wrong, right = policy_store.put_bytes(content), digests_of_bytes(b"right content")
+    assert right.sha256 == hashlib.sha256(b"right content").hexdigest()
+    fields = {"size": 13, "key": wrong.key, "version_id": wrong.version_id}
+    blob = Blob(sha256=right.sha256, blake3=right.blake3 if is_new else "", **fields)
     policy_store.commit(manifest(policy_store, 0, {"weights.bin": blob}))
     with pytest.raises(CorruptArtifact, match=rf"file weights\.bin must have .* from {blob.key}"):
         policy_store.pull(0)
+
+
+def test_versions_of_earlier_releases_are_read_and_verified(policy_store: PolicyStore) -> None:
+    """Their manifests have no BLAKE3; the same content is the same file and the same version."""
+    blob = policy_store.put_bytes(b"weights 0")
+    assert blob.blake3 == blake3(b"weights 0").hexdigest()
+    old = Blob.model_validate(blob.model_dump(exclude={"blake3"}))
+    before, now = (manifest(policy_store, 0, {"weights.bin": file}) for file in (old, blob))
+    assert policy_store.commit(before) == policy_store.commit(now)
+    path = policy_store.pull(0) / "weights.bin"
+    assert path.read_bytes() == b"weights 0"
+    path.chmod(0o644)
+    path.write_bytes(b"weights X")
+    with pytest.raises(CorruptArtifact, match=f"sha256 [0-9a-f]+ instead of {blob.sha256}"):
+        policy_store.pull(0)
+
+
+def test_a_large_files_digests_are_those_of_its_bytes(tmp_path: Path) -> None:
+    path, content = tmp_path / "file", os.urandom((3 << 20) + 5)
+    path.write_bytes(content)
+    assert digests_of(path) == digests_of_bytes(content)
+    assert digests_of(path).blake3 == blake3(content).hexdigest()
+    assert digests_of_bytes(b"").blake3.startswith("af1349b9f5f9a1a6")  # the paper's value for no input
 
 
 def test_a_missing_blob_is_named(policy_store: PolicyStore) -> None:

@@ -15,7 +15,7 @@ import pytest
 from proxy import Fault, Proxy
 from publishing import manifest
 
-from tasks.artifacts.errors import StoreError
+from tasks.artifacts.errors import CorruptArtifact, StoreError
 from tasks.artifacts.store import EMBEDDED_BUCKET, PolicyStore, open_store
 
 MIB = 1 << 20
@@ -95,6 +95,25 @@ def test_a_reader_goes_through_what_passes_and_verifies(store, policy_store, pro
     proxy.faults.append(fault)
     assert (store.pull(0) / large.name).read_bytes() == large.read_bytes()
     assert fault.hits > 0
+
+
+def test_a_part_that_is_cut_is_asked_for_again_and_not_the_whole_file(store, policy_store, proxy, large):
+    publish_large(policy_store, large)
+    proxy.faults.append(Fault(kind="cut", method="GET", path="blobs", times=1, after=1))
+    assert (store.pull(0) / large.name).read_bytes() == large.read_bytes()
+    assert proxy.count(lambda method, path: method == "GET" and "blobs" in path) == 4  # three, one twice
+
+
+@pytest.mark.parametrize("size", [0, 5 * MIB, 33 * MIB - 1, 33 * MIB + 1])
+def test_an_object_of_another_size_is_named(policy_store, large, tmp_path, size):
+    """Three parts are asked for, wherever the object ends."""
+    other = tmp_path / "other"
+    other.write_bytes(os.urandom(size))
+    right, wrong = policy_store.put_file(large), policy_store.put_file(other)
+    swapped = right.model_copy(update={"key": wrong.key, "version_id": wrong.version_id})
+    policy_store.commit(manifest(policy_store, 0, {large.name: swapped}))
+    with pytest.raises(CorruptArtifact, match=rf"got {size} bytes instead of {33 * MIB} from {wrong.key}"):
+        policy_store.pull(0)
 
 
 LASTING = {

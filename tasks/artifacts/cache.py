@@ -15,7 +15,6 @@ same way, then named.
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import shutil
 import threading
@@ -24,14 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.artifacts.client import Bucket
+from tasks.artifacts.content import difference, digests_of, hashed, new_hash
+from tasks.artifacts.download import WrongSize
 from tasks.artifacts.errors import CacheFull, CorruptArtifact
 from tasks.artifacts.manifest import Blob, PatchedBlob, StoredFile
 from tasks.artifacts.patch import apply_patch
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,14 +144,22 @@ class Cache:
         """Fetch an object and verify it. If its version is gone, another of the key will do: the content
         names the key, and two that stored it at once left an old one, which the bucket's lifecycle rule
         removes."""
-        digests = (self._bucket.download(blob.key, v, partial, size=blob.size) for v in (blob.version_id, ""))
-        digest = next((found for found in digests if found), None)
-        if digest is None:
-            raise CorruptArtifact(
-                f"file {name} must exist as {blob.key}, version {blob.version_id}, got none."
+        try:
+            tries = (
+                self._bucket.download(blob.key, v, partial, size=blob.size, new_hash=lambda: new_hash(blob))
+                for v in (blob.version_id, "")
             )
-        if wrong := _difference(partial, blob, digest):
-            partial.unlink()
+            found = next((found for found in tries if found is not None), None)
+        except WrongSize as error:
+            wrong = f"{error} instead of {blob.size}"
+        else:
+            if found is None:
+                raise CorruptArtifact(
+                    f"file {name} must exist as {blob.key}, version {blob.version_id}, got none."
+                )
+            wrong = difference(found, blob)
+        if wrong:
+            partial.unlink(missing_ok=True)
             raise CorruptArtifact(
                 f"file {name} must have the published content, got {wrong} from {blob.key}, version "
                 f"{blob.version_id}. The stored object is damaged: use another version."
@@ -187,7 +191,7 @@ class Cache:
     def _blamed(self, name: str, base: str, error: CorruptArtifact) -> CorruptArtifact:
         """Which of the two is damaged: the cached content it was made from, or what is stored."""
         path = self._path(base)
-        if path.exists() and sha256_of(path) != base:
+        if path.exists() and digests_of(path).sha256 != base:
             path.unlink()
             return CorruptArtifact(
                 f"file {name} must be made from an intact content in the local cache, got a damaged {path}. "
@@ -253,13 +257,12 @@ def _key(file: StoredFile) -> str:
     return file.key if isinstance(file, Blob) else file.patches[-1].blob.key
 
 
-def _difference(path: Path, file: StoredFile, digest: str = "") -> str:
-    """What is wrong with the file, of which ``digest`` may be known already; empty if nothing is."""
+def _difference(path: Path, file: StoredFile) -> str:
+    """What is wrong with what lies at the path; empty if nothing is."""
     size = path.stat().st_size
     if size != file.size:
         return f"{size} bytes instead of {file.size}"
-    digest = digest or sha256_of(path)
-    return "" if digest == file.sha256 else f"sha256 {digest} instead of {file.sha256}"
+    return difference(hashed(path, file), file)
 
 
 def _locked(path: Path, how: int) -> int:

@@ -6,15 +6,15 @@ tried again.
 """
 
 import base64
-import hashlib
 import math
 import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import boto3
 import botocore.loaders
@@ -25,22 +25,18 @@ from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
-    ConnectionError,
-    HTTPClientError,
-    IncompleteReadError,
     NoCredentialsError,
     PartialCredentialsError,
 )
 
+from tasks.artifacts.content import Hash
+from tasks.artifacts.download import BROKEN, download
 from tasks.artifacts.errors import StoreError
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 5
 MAX_CONFLICTS = 12
 PART_BYTES = 16 << 20
-IO_BYTES = 1 << 20
-IO_QUEUE_BYTES = 256 << 20
-"""Received and not yet written, at most."""
 MAX_PARTS = 9000
 """S3 allows 10,000."""
 _UNAVAILABLE = (
@@ -49,7 +45,6 @@ _UNAVAILABLE = (
 )
 _LOADER = botocore.loaders.create_loader()  # one cache of S3's description: 8 ms a client instead of 50 ms
 _ERRORS = (ClientError, BotoCoreError, Boto3Error)
-_BROKEN = (ConnectionError, HTTPClientError, IncompleteReadError)
 _CREDENTIAL_CODES = {
     "AccessDenied",
     "ExpiredToken",
@@ -78,19 +73,6 @@ class Listed:
     key: str
     size: int
     modified: datetime
-
-
-class _HashedFile:
-    """A file that cannot seek, so that the transfer manager writes in order, from a thread of its own. It
-    holds at most ten parts that came out of order."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.digest = hashlib.sha256()
-        self._file = file
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self.digest.update(data)
 
 
 def make_client(*, endpoint_url: str, access_key: str, secret_key: str, num_threads: int) -> Any:
@@ -243,17 +225,25 @@ class Bucket:
             lambda: self._client.upload_file(str(path), self.name, key, ExtraArgs=extra, Config=config),
         )
 
-    def download(self, key: str, version_id: str, path: Path, *, size: int) -> str | None:
-        """SHA-256 of what was written to the file; None if that version of the object (without one: the
-        object) does not exist. Parts arrive in parallel and are hashed in order while later ones arrive."""
-        config = self._transfer_config(size)
-        extra = {"VersionId": version_id} if version_id else {}
+    def download(
+        self, key: str, version_id: str, path: Path, *, size: int, new_hash: Callable[[], Hash]
+    ) -> Hash | None:
+        """Hash of what was written to the file; None if that version of the object (without one: the object)
+        does not exist, and ``WrongSize`` if it has another size."""
+        which = {"VersionId": version_id} if version_id else {}
 
-        def read() -> str:
-            with path.open("wb") as file:
-                target = _HashedFile(file)
-                self._client.download_fileobj(self.name, key, target, ExtraArgs=extra, Config=config)
-                return target.digest.hexdigest()
+        def read() -> Hash:
+            found = new_hash()
+            download(
+                partial(self._client.get_object, Bucket=self.name, Key=key, **which),
+                path,
+                size=size,
+                found=found,
+                part_bytes=part_bytes(size),
+                num_threads=self._num_threads,
+                wait=back_off,
+            )
+            return found
 
         try:
             return self._call("read", key, read)
@@ -287,13 +277,10 @@ class Bucket:
                 return
 
     def _transfer_config(self, size: int) -> TransferConfig:
-        part = max(PART_BYTES, math.ceil(size / MAX_PARTS))
         return TransferConfig(
-            multipart_threshold=part,
-            multipart_chunksize=part,
+            multipart_threshold=part_bytes(size),
+            multipart_chunksize=part_bytes(size),
             max_concurrency=self._num_threads,
-            io_chunksize=IO_BYTES,  # a quarter of the calls of the client's own choice
-            max_io_queue=IO_QUEUE_BYTES // IO_BYTES,
             preferred_transfer_client=self._engine,
         )
 
@@ -302,7 +289,7 @@ class Bucket:
         try:
             return request()
         except _ERRORS as error:
-            if not isinstance(_unwrapped(error), _BROKEN):
+            if not isinstance(_unwrapped(error), BROKEN):
                 raise self._explained(verb, key, _unwrapped(error)) from error
         self._client = self._connect()
         try:
@@ -327,7 +314,7 @@ class Bucket:
                 return error
         elif isinstance(error, (NoCredentialsError, PartialCredentialsError)):
             got, reason, advice = str(error), "credentials", "Give this process an AWS role or keys."
-        elif isinstance(error, _BROKEN):
+        elif isinstance(error, BROKEN):
             got, reason, advice = str(error), "unreachable", "Check the address and the network."
         else:
             return error
@@ -347,6 +334,11 @@ def _status(error: ClientError) -> int:
 
 def _code(error: ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def part_bytes(size: int) -> int:
+    """Of a transfer in parts."""
+    return max(PART_BYTES, math.ceil(size / MAX_PARTS))
 
 
 def back_off(attempt: int) -> None:

@@ -16,6 +16,8 @@ class Blob(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    blake3: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    """Of the same content, for readers; earlier releases did not record it."""
     size: int = Field(ge=0)
     key: str
     version_id: str
@@ -41,6 +43,7 @@ class PatchedBlob(BaseModel):
 
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Of the content, like ``Blob.sha256``: how a file is stored is no part of what it is."""
+    blake3: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     size: int = Field(ge=0)
     full: Blob
     patches: tuple[Patch, ...] = Field(min_length=1)

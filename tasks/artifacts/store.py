@@ -21,8 +21,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tasks.artifacts.cache import Cache, sha256_of
+from tasks.artifacts.cache import Cache
 from tasks.artifacts.client import Bucket, back_off, make_client
+from tasks.artifacts.content import Digests, digests_of, digests_of_bytes
 from tasks.artifacts.errors import (
     CorruptArtifact,
     NotFound,
@@ -110,54 +111,56 @@ class PolicyStore:
 
     # Files and versions
 
-    def put_file(self, path: Path, *, digest: str = "") -> Blob:
-        """Store a file under its content's name (``digest`` if known); not sent again if it is there."""
+    def put_file(self, path: Path, *, known: Digests | None = None) -> Blob:
+        """Store a file under its content's name (``known`` if it is); not sent again if it is there."""
         before = path.stat()
-        digest = digest or sha256_of(path)
-        blob = self._stored_blob(digest, before.st_size)
+        known = known or digests_of(path)
+        blob, key = self._stored_blob(known, before.st_size), self._blob_key(known.sha256)
         if blob is None:
-            self.bucket.upload(path, self._blob_key(digest))
+            self.bucket.upload(path, key)
             after = path.stat()
             if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                self.bucket.delete(self._blob_key(digest))  # else the next publisher would reuse wrong bytes
+                self.bucket.delete(key)  # else the next publisher would reuse wrong bytes
                 raise ValueError(
                     f"{path} must not change while it is stored, got a write to it. Store it when done."
                 )
-            blob = self._stored_blob(digest, before.st_size)
-        return self._present(blob, digest)
+            blob = self._stored_blob(known, before.st_size)
+        return self._present(blob, known)
 
     def put_bytes(self, data: bytes) -> Blob:
         """Store bytes under their content's name; not sent again if they are there."""
-        digest = hashlib.sha256(data).hexdigest()
-        blob = self._stored_blob(digest, len(data))
+        known = digests_of_bytes(data)
+        blob = self._stored_blob(known, len(data))
         if blob is None:
-            self.bucket.put(self._blob_key(digest), data)
-            blob = self._stored_blob(digest, len(data))
-        return self._present(blob, digest)
+            self.bucket.put(self._blob_key(known.sha256), data)
+            blob = self._stored_blob(known, len(data))
+        return self._present(blob, known)
 
     def put_patched(self, path: Path, parent: StoredFile | None, *, full_every: int) -> StoredFile:
         """Store a file as what changed since the parent's; whole where that is smaller, and as every
         ``full_every``-th of a chain. A file that is the parent's is not sent at all."""
         if parent is None or full_every == 1:
             return self.put_file(path)
-        digest = sha256_of(path)
-        if digest == parent.sha256:
+        known = digests_of(path)
+        if known.sha256 == parent.sha256:
             return parent
         chain = parent.patches if isinstance(parent, PatchedBlob) else ()
-        base = self.cache.folder / "bases" / f"{digest}.{os.getpid()}"
+        base = self.cache.folder / "bases" / f"{known.sha256}.{os.getpid()}"
         patch = path.with_name(f"{path.name}.patch")
         try:
             if len(chain) + 1 >= full_every:
-                return self.put_file(path, digest=digest)
+                return self.put_file(path, known=known)
             self.cache.link(base.name, parent, base.parent)
             if not make_patch(base, path, patch, num_threads=self._num_threads):
-                return self.put_file(path, digest=digest)
-            added = Patch(sha256=digest, blob=self.put_file(patch))
+                return self.put_file(path, known=known)
+            added = Patch(sha256=known.sha256, blob=self.put_file(patch))
         finally:
             base.unlink(missing_ok=True)
             patch.unlink(missing_ok=True)
         full = parent.full if isinstance(parent, PatchedBlob) else parent
-        return PatchedBlob(sha256=digest, size=full.size, full=full, patches=(*chain, added))
+        return PatchedBlob(
+            sha256=known.sha256, blake3=known.blake3, size=full.size, full=full, patches=(*chain, added)
+        )
 
     def put_folder(self, folder: Path) -> dict[str, Blob]:
         """Store every file below a folder, several at a time: name -> blob, ready for ``Manifest.files``."""
@@ -336,19 +339,22 @@ class PolicyStore:
             manifest_sha256=_sha256(data),
         )
 
-    def _stored_blob(self, digest: str, size: int) -> Blob | None:
+    def _stored_blob(self, known: Digests, size: int) -> Blob | None:
         """The blob if it is stored with this size and, where S3 knows it, this digest."""
-        key = self._blob_key(digest)
+        key = self._blob_key(known.sha256)
         stored = self.bucket.head(key)
-        if stored is None or stored.size != size or stored.sha256 not in ("", digest):
+        if stored is None or stored.size != size or stored.sha256 not in ("", known.sha256):
             return None
-        return Blob(sha256=digest, size=size, key=key, version_id=stored.version_id)
+        return Blob(
+            sha256=known.sha256, blake3=known.blake3, size=size, key=key, version_id=stored.version_id
+        )
 
-    def _present(self, blob: Blob | None, digest: str) -> Blob:
+    def _present(self, blob: Blob | None, known: Digests) -> Blob:
         if blob is None:
+            uri = self._uri(self._blob_key(known.sha256))
             raise CorruptArtifact(
-                f"{self._uri(self._blob_key(digest))} must exist with its content after it was written, got "
-                "none or other content. Something else writes below this prefix."
+                f"{uri} must exist with its content after it was written, got none or other content. "
+                "Something else writes below this prefix."
             )
         return blob
 
@@ -383,11 +389,11 @@ class PolicyStore:
             if done is not None:
                 return
             back_off(attempt)
-        raise StoreError(
+        text = (
             f"{self._uri(key)} must be moved to version {version} within 20 attempts, got a lost race each "
-            "time. The version is published; let one campaign of this name run at a time.",
-            reason="unavailable",
+            "time. The version is published; let one campaign of this name run at a time."
         )
+        raise StoreError(text, reason="unavailable")
 
 
 def _sha256(data: bytes) -> str:
