@@ -21,7 +21,8 @@ def sglang_config(**changes):
 
     limits = {"python": python, "max_running_requests": 16, "max_total_tokens": 16384, "context_length": 1024}
     if torch.cuda.is_available():
-        return SglangConfig(**(limits | {"memory_share": 0.08, "moe_runner": "triton"} | changes))
+        # a share of what is free at the start: servers that start together must not run out of theirs
+        return SglangConfig(**(limits | {"memory_share": 0.5, "moe_runner": "triton"} | changes))
     cpu = {
         "device": "cpu", "attention": "torch_native", "cuda_graphs": False, "memory_share": 0.05,
         "environment": {"PYTHONPATH": str(CPU_PATH), "OMP_NUM_THREADS": "1"},

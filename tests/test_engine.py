@@ -50,8 +50,9 @@ def case(request, tmp_path_factory):
     else:
         engine = EmbeddedEngine(batch_size=16)
     root = tmp_path_factory.mktemp("policies")
-    # in half precision SGLang's kernels take heads of at least 64
-    shape = {"sharpness": 1.0, "head_dim": 16} if dtype == "float32" else {"sharpness": 30.0, "head_dim": 64}
+    # in half precision SGLang's kernels take heads of at least 64, and the likeliest token must stand clear
+    # of what is rounded; at 8 it has two thirds of the probability, so that samples still differ
+    shape = {"sharpness": 1.0, "head_dim": 16} if dtype == "float32" else {"sharpness": 8.0, "head_dim": 64}
     folders = [save_tiny_policy(root / str(seed), family=family, seed=seed, **shape) for seed in (0, 1)]
     exact = 1e-3 if kind == "sglang" and torch.cuda.is_available() else 1e-4
     return Case(engine, folders, exact if dtype == "float32" else 0.1)

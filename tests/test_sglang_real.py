@@ -134,6 +134,33 @@ def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, tmp
         router.wait(20)
 
 
+def test_an_attached_server_that_is_lost_is_left_out_until_it_can_adopt_a_version_again(folder, tmp_path):
+    """Before, the next load failed for the whole fleet. Now it fails when nobody is left."""
+    config = sglang_config()
+    dtype = "float32" if config.device == "cpu" else "bfloat16"
+    servers = [LaunchedServer(config, tmp_path / name, dtype=dtype, routing=False) for name in "ab"]
+    served = served_folder(folder, tmp_path)
+    urls = tuple(server.start(served, 0) for server in servers)
+    engine = Fleet(config.model_copy(update={"urls": urls}), dtype=dtype, folder=tmp_path).view()
+    engine.load(folder, 1)
+    assert "2 of 2 attached" in engine.describe()
+    kill_server(tmp_path / "a")
+    engine.load(folder, 2)
+    assert [address.is_out for address in engine.fleet.addresses] == [True, False]
+    assert f"out of service: {urls[0]}" in engine.describe()
+    assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
+    assert servers[0].start(served, 0) == urls[0], "on its port"
+    assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
+    assert engine.fleet.addresses[0].is_out, "it holds another version until the next one is loaded"
+    engine.load(folder, 3)
+    assert "2 of 2 attached" in engine.describe()
+    for name in "ab":
+        kill_server(tmp_path / name)
+    with pytest.raises(SglangError, match="could adopt version 4") as caught:
+        engine.load(folder, 4)
+    assert all(url in str(caught.value) for url in urls)
+
+
 def test_in_deterministic_mode_a_sample_depends_on_its_seed_alone(folder, tmp_path):
     import torch
 

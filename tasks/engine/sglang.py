@@ -4,8 +4,8 @@ Shape key: P prompts of a call, G samples of a prompt.
 
 A ``Fleet`` is the servers a process talks to, launched by it or attached to; engines are views of it, one a
 thread that samples, so that portions overlap and no server idles at the end of one. A version is adopted in
-place: each server reads the folder, flushes its key-value cache and must then report the version and weights
-that changed. A server that fails at it is out of service, never on old weights under a new name.
+place. A server that fails at it is out of service, never on old weights under a new name: it is named, its
+requests go to the others, and the next version asks it again. Only if none is left the load fails.
 
 What surprises: one request with a token outside the vocabulary ends a whole server, and a request that is on
 its way when an abort arrives escapes it; so ids are checked here, and aborts are repeated.
@@ -13,7 +13,6 @@ its way when an abort arrives escapes it; so ids are checked here, and aborts ar
 
 import asyncio
 import itertools
-import json
 import threading
 import weakref
 from collections.abc import Sequence
@@ -21,16 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from tasks.engine.protocol import Completion, Request, SamplingParams
+from tasks.engine.sglang_adoption import ServedVersion, join_router, leave_router, update, verify
 from tasks.engine.sglang_client import Address, Budget, Client, Loop, SglangError
 from tasks.engine.sglang_format import completion, request_body, single_bodies
 from tasks.engine.sglang_fp8 import quantised_folder
-from tasks.engine.sglang_model import files_identity, routing_shape, served_folder, vocabulary
+from tasks.engine.sglang_model import routing_shape, served_folder, vocabulary
 from tasks.engine.sglang_server import LaunchedServer
+from tasks.session import say
 from tasks.sglang_config import SglangConfig
 
 ABORT_SECONDS = 0.2
 """How often an abort is repeated until nothing of it is left."""
-PROBE_LENGTH = 16
 OVERCOMMIT = 1.25
 """Sequences on their way for each that is decoded: a finished one is replaced without a round trip."""
 
@@ -45,20 +45,24 @@ class Fleet:
         self.addresses = [Address(url) for url in config.urls]
         self.client = Client(request_seconds=config.request_seconds)
         self.loop = Loop()
-        self.budget = self.loop.run(self._make_budget())
+        self.budget = Budget(0)
         self.model = Path()
         self.vocab_size, self.routing_shape = 0, (0, 0)
         self.build = ""
-        self._prints: dict[str, tuple[str, Any]] = {}
         self._loading = threading.Lock()
         self._views: weakref.WeakSet[SglangEngine] = weakref.WeakSet()  # a drain makes new ones
+        weakref.finalize(self, _close, self.loop, self.client)
 
-    async def _make_budget(self) -> Budget:
-        servers = max(len(self.config.urls), 1)
-        return Budget(int(self.config.max_running_requests * servers * OVERCOMMIT))
+    @property
+    def serving(self) -> list[Address]:
+        return [address for address in self.addresses if not address.is_out]
 
     def load(self, folder: Path, version: int) -> None:
-        """Every server adopts the weights of ``folder`` as ``version``; on an error none is served."""
+        """The servers adopt the weights of ``folder`` as ``version``; those that cannot are left out.
+
+        Raises:
+            SglangError: none could; no version is served then.
+        """
         with self._loading:
             if self.version == version and folder == self.model:
                 return
@@ -66,92 +70,71 @@ class Fleet:
             served = served_folder(folder, self.scratch)
             if self.config.quantization == "fp8_blocks":
                 served = quantised_folder(served, self.scratch, device=self.config.device)
+            policy = ServedVersion(version=version, folder=folder, served=served)
             if self.config.in_flight == "abort":
                 for view in self._views:
                     view.abort()
             self.loop.run(self._idle())
             self.model = folder
             self.vocab_size, self.routing_shape = vocabulary(folder), routing_shape(folder)
-            if self.launched is not None and self.addresses and self.config.quantization != "none":
-                self.launched.stop()  # SGLang repacks FP8 weights once, and an update would not repack them
-                self.addresses = []
-            if self.launched is not None and self._needs_start():
-                self.addresses = [Address(self.launched.start(served, version))]
-            else:
-                self.loop.run(self._update_all(served, version))
-            self.loop.run(self._verify_all(folder, version))
+            is_fresh = self.launched is not None and self._launch(policy, self.launched)
+            self.loop.run(self._adopt_all(policy, is_fresh=is_fresh))
             self.version = version
 
-    def _needs_start(self) -> bool:
-        return not self.addresses or self.addresses[0].is_out
+    def _launch(self, policy: ServedVersion, server: LaunchedServer) -> bool:
+        """Start our server with the policy if it is not there or must not go on; whether it was started."""
+        # SGLang repacks FP8 weights once, and an update would not repack them
+        if self.serving and self.config.quantization == "none":
+            return False
+        if self.addresses:
+            server.stop()
+        self.addresses = [Address(server.start(policy.served, policy.version))]
+        return True
 
     async def _idle(self) -> None:
         while any(address.num_sequences for address in self.addresses):
             await asyncio.sleep(ABORT_SECONDS / 4)
 
-    async def _update_all(self, folder: Path, version: int) -> None:
-        body = {"model_path": str(folder.absolute()), "weight_version": str(version), "flush_cache": True}
-        urls = [address.url for address in self.addresses]
-        await asyncio.gather(*(self.client.control(url, "update_weights_from_disk", body) for url in urls))
+    async def _adopt_all(self, policy: ServedVersion, *, is_fresh: bool) -> None:
+        await asyncio.gather(*(self._adopt(address, policy, is_fresh) for address in self.addresses))
+        if not self.serving:
+            reasons = "; ".join(address.reason for address in self.addresses)
+            raise SglangError(f"no SGLang server could adopt version {policy.version}: {reasons}")
+        self._fit_budget()
+        info = await self.client.control(self.serving[0].url, "v1/loads?include=core")
+        self.build = str(info["version"])
 
-    async def _verify_all(self, folder: Path, version: int) -> None:
-        """Every server reports the version, and weights that changed exactly if their files did."""
-        identity = files_identity(folder)
-        for address in self.addresses:
-            info = await self.client.control(address.url, "model_info")
-            if info["weight_version"] != str(version):
-                raise SglangError(
-                    f"{address.url} must hold weight version {version}, got {info['weight_version']!r}. "
-                    "Another client changed it; give each campaign servers of its own."
-                )
-            fingerprint = await self._fingerprint(address.url)
-            before = self._prints.get(address.url)
-            if before is not None and (before[0] == identity) != (before[1] == fingerprint):
-                raise SglangError(
-                    f"{address.url} must hold the weights of {folder}, but reports "
-                    f"{'other' if before[0] == identity else 'the same'} weights than before the update. "
-                    "It is out of service; restart it."
-                )
-            self._prints[address.url] = (identity, fingerprint)
-            address.failures, address.is_out = 0, False
-        self.build = str(
-            (await self.client.control(self.addresses[0].url, "v1/loads?include=core"))["version"]
-        )
+    async def _adopt(self, address: Address, policy: ServedVersion, is_fresh: bool) -> None:
+        try:
+            if not is_fresh:
+                await update(self.client, address, policy)
+            await verify(self.client, address, policy, device=self.config.device)
+            if self.config.router_url:
+                await join_router(self.client, self.config.router_url, address)
+        except SglangError as error:
+            await self._take_out(address, str(error))
+        else:
+            address.failures, address.reason = 0, ""
 
-    async def _fingerprint(self, url: str) -> Any:
-        """What changes with the weights: the server's checksum; on a CPU the score of a fixed text."""
-        if self.config.device == "cuda":
-            answer = await self.client.control(url, "weights_checker", {"action": "checksum"})
-            return json.dumps(answer["ranks"], sort_keys=True)
-        ids = [index % self.vocab_size for index in range(PROBE_LENGTH)]
-        params = {"max_new_tokens": 0, "temperature": 1.0}
-        body = {
-            "input_ids": [ids], "sampling_params": [params], "rid": ["probe"],
-            "return_logprob": True, "logprob_start_len": 0,
-        }  # fmt: skip
-        (answer,) = await self.client.generate(url, body)
-        return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+    def _fit_budget(self) -> None:
+        self.budget.size = int(self.config.max_running_requests * len(self.serving) * OVERCOMMIT)
 
     async def send(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The answers of a group, from the server with the least on its way; another one if that fails."""
         count = len(body["rid"])
-        await self.budget.take(count)
-        try:
-            for tries_left in reversed(range(self.config.max_failures)):
-                address = self._choose()
-                address.num_sequences += count
-                try:
-                    answers = await self._post(address, body)
-                    address.failures = 0
-                    return answers
-                except SglangError:
-                    if not await self._survives(address) or not tries_left:
-                        raise
-                finally:
-                    address.num_sequences -= count
-            raise AssertionError("the last try returns or raises")
-        finally:
-            await self.budget.give(count)
+        for tries_left in reversed(range(self.config.max_failures)):
+            address = self._choose()
+            address.num_sequences += count
+            try:
+                answers = await self._post(address, body)
+                address.failures = 0
+                return answers
+            except SglangError as error:
+                if not await self._survives(address, error) or not tries_left:
+                    raise
+            finally:
+                address.num_sequences -= count
+        raise AssertionError("the last try returns or raises")
 
     async def _post(self, address: Address, body: dict[str, Any]) -> list[dict[str, Any]]:
         if not self.config.router_url:
@@ -162,42 +145,36 @@ class Fleet:
         return [answer for part in parts for answer in part]
 
     def _choose(self) -> Address:
-        serving = [address for address in self.addresses if not address.is_out]
-        if not serving:
-            raise SglangError(
-                f"no SGLang server is left of {[a.url for a in self.addresses]}. Their logs say why."
-            )
-        return min(serving, key=lambda address: address.num_sequences)
+        if not self.serving:
+            reasons = "; ".join(address.reason for address in self.addresses)
+            raise SglangError(f"no SGLang server is left: {reasons}")
+        return min(self.serving, key=lambda address: address.num_sequences)
 
-    async def _survives(self, address: Address) -> bool:
+    async def _survives(self, address: Address, error: SglangError) -> bool:
         """After a failure: whether another try makes sense. Every server is asked, and one without an answer
         is out of service. Behind a router the one that failed need not be the one that was chosen, so none is
         blamed beyond that."""
-        await asyncio.gather(*(self._ask(other) for other in self.addresses if not other.is_out))
-        if not self.config.router_url:
+        await asyncio.gather(*(self._ask(other) for other in self.serving))
+        if not self.config.router_url and not address.is_out:
             address.failures += 1
             if address.failures >= self.config.max_failures:
-                await self._take_out(address)
-        return any(not other.is_out for other in self.addresses)
+                await self._take_out(address, f"{address.failures} failures in a row, the last: {error}")
+        return bool(self.serving)
 
     async def _ask(self, address: Address) -> None:
         try:
             await self.client.control(address.url, "model_info")
-        except SglangError:
-            await self._take_out(address)
+        except SglangError as error:
+            await self._take_out(address, str(error))
 
-    async def _take_out(self, address: Address) -> None:
-        address.is_out = True
+    async def _take_out(self, address: Address, reason: str) -> None:
+        """Its requests go to the others; the next version asks it again, or restarts it if it is ours."""
+        if not address.is_out:
+            say("engine", f"out of service: {reason}")
+        address.reason = reason
+        self._fit_budget()
         if self.config.router_url:
-            await self._leave_router(address)
-
-    async def _leave_router(self, address: Address) -> None:
-        """The router notices a dead worker only after a minute; until then it sends requests there."""
-        workers = await self.client.control(self.config.router_url, "workers")
-        for worker in workers.get("workers", []):
-            if str(worker.get("url", "")).rstrip("/") == address.url:
-                async with self.client.session.delete(f"{self.config.router_url}/workers/{worker['id']}"):
-                    pass
+            await leave_router(self.client, self.config.router_url, address)
 
     def view(self) -> "SglangEngine":
         engine = SglangEngine(self)
@@ -214,7 +191,7 @@ class SglangEngine:
         self.fleet = fleet
         self._name = f"v{next(self._numbers):04d}"
         self._calls = itertools.count()
-        self._running: dict[str, Address | None] = {}
+        self._running: dict[str, None] = {}
         self._is_aborted = threading.Event()
 
     @property
@@ -227,8 +204,10 @@ class SglangEngine:
     def describe(self) -> str:
         config, fleet = self.fleet.config, self.fleet
         kind = "launched" if fleet.launched else "attached"
+        count = f"{len(fleet.serving)} of {len(fleet.addresses)} {kind}"
         options = f"tp {config.tp}, ep {config.ep}, {config.moe_a2a} exchange, weights {config.quantization}"
-        return f"sglang {fleet.build} ({len(fleet.addresses)} {kind}, {config.device}, {options})"
+        out = "".join(f"; out of service: {a.reason}" for a in fleet.addresses if a.is_out)
+        return f"sglang {fleet.build} ({count}, {config.device}, {options}{out})"
 
     def abort(self) -> None:
         self._is_aborted.set()
@@ -247,21 +226,25 @@ class SglangEngine:
             for i, request in enumerate(requests)
         ]
         watcher = asyncio.create_task(self._attend_abort())
+        groups = [
+            asyncio.create_task(self._group(request, names, params))
+            for request, names in zip(requests, rids, strict=True)
+        ]
         try:
-            return await asyncio.gather(
-                *(self._group(request, names, params) for request, names in zip(requests, rids, strict=True))
-            )
+            return await asyncio.gather(*groups)
         finally:
             watcher.cancel()
+            for group in groups:  # of a call that failed: nobody waits for the rest, and the server is told
+                group.cancel()
             self._running.clear()
 
     async def _group(self, request: Request, names: list[str], params: SamplingParams) -> list[Completion]:
-        if self._is_aborted.is_set():
-            return [Completion(response_ids=[], logprobs=[], finish_reason="abort") for _ in names]
-        self._running |= dict.fromkeys(names)
-        answers = await self.fleet.send(
-            request_body(request, names, params, vocab_size=self.fleet.vocab_size)
-        )
+        async with self.fleet.budget.share(len(names)):
+            if self._is_aborted.is_set():
+                return [Completion(response_ids=[], logprobs=[], finish_reason="abort") for _ in names]
+            self._running |= dict.fromkeys(names)
+            body = request_body(request, names, params, vocab_size=self.fleet.vocab_size)
+            answers = await self.fleet.send(body)
         for name in names:
             self._running.pop(name, None)
         return [self._completion(answer) for answer in answers]
@@ -286,8 +269,7 @@ class SglangEngine:
                 posts = [
                     self.fleet.client.control(address.url, "abort_request", {"rid": name})
                     for name in list(self._running)
-                    for address in self.fleet.addresses
-                    if not address.is_out
+                    for address in self.fleet.serving
                 ]
                 await asyncio.gather(*posts, return_exceptions=True)
                 await asyncio.sleep(ABORT_SECONDS)
@@ -300,3 +282,7 @@ class SglangEngine:
                     f"prompt ids must be in 0..{self.fleet.vocab_size - 1} and at least one, got "
                     f"{wrong or 'none'}."
                 )
+
+
+def _close(loop: Loop, client: Client) -> None:
+    loop.run(client.close())

@@ -6,16 +6,22 @@ the servers decode together, so that none of them waits for us and none drowns i
 """
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import aiohttp
 
+from tasks.engine.sglang_model import WeightFiles
+
 T = TypeVar("T")
 CONTROL_SECONDS = 600.0
 """Deadline of a weight update; a large policy is read from disk in it."""
+CONNECT_SECONDS = 20.0
+"""Until a server's host has answered at all: one that vanished does not hold up the others."""
 
 
 class SglangError(RuntimeError):
@@ -23,13 +29,20 @@ class SglangError(RuntimeError):
 
 
 class Address:
-    """One server: where it is, what it has on its way, and how often in a row it failed."""
+    """One server: where it is, what it has on its way, how often in a row it failed, why it is out."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
         self.num_sequences = 0
         self.failures = 0
-        self.is_out = False
+        self.reason = ""
+        """Why it is out of service; empty = it serves."""
+        self.weights: tuple[WeightFiles, str] | None = None
+        """Files that it read last, and what it says of the weights it holds."""
+
+    @property
+    def is_out(self) -> bool:
+        return bool(self.reason)
 
 
 class Loop:
@@ -47,21 +60,37 @@ class Loop:
 
 
 class Budget:
-    """Sequences that may be on their way at once. A request larger than all of it goes alone."""
+    """Sequences that may be on their way at once, first come, first served. A request larger than all of it
+    goes alone. Used inside the loop only."""
 
     def __init__(self, size: int):
         self.size, self.used = size, 0
-        self._freed = asyncio.Condition()
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    async def take(self, count: int) -> None:
-        async with self._freed:
-            await self._freed.wait_for(lambda: self.used == 0 or self.used + count <= self.size)
-            self.used += count
+    @contextlib.asynccontextmanager
+    async def share(self, count: int) -> AsyncIterator[None]:
+        """``count`` sequences for as long as the block runs."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, turn))
+        self._grant()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self.used -= count
+            self._grant()
 
-    async def give(self, count: int) -> None:
-        async with self._freed:
-            self.used -= count
-            self._freed.notify_all()
+    def _grant(self) -> None:
+        """Only the head of the line is looked at: waking all who wait at each answer took half the time."""
+        while self._waiting:
+            count, turn = self._waiting[0]
+            if not turn.cancelled():
+                if self.used and self.used + count > self.size:
+                    return
+                self.used += count
+                turn.set_result(None)
+            self._waiting.popleft()
 
 
 class Client:
@@ -76,6 +105,10 @@ class Client:
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
         return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
 
     async def generate(self, url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The answers of a request in order, one for a single sample.
@@ -106,7 +139,7 @@ class Client:
             raise SglangError(f"{url}/{path} failed: {type(error).__name__}: {error}") from error
 
     async def _post(self, url: str, body: dict[str, Any] | None, seconds: float) -> Any:
-        timeout = aiohttp.ClientTimeout(total=seconds)
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         method = "GET" if body is None else "POST"
         async with self.session.request(method, url, json=body, timeout=timeout) as response:
             if response.status != 200:
