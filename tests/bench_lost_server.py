@@ -21,6 +21,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from engines import sglang_config
@@ -30,6 +31,7 @@ from served import (
     await_gate,
     await_server,
     dtype_of,
+    large_config,
     open_buffer,
     put_prompts,
     random_prompts,
@@ -123,51 +125,68 @@ def iteration(
     print(f"published: {[(round(s, 1), n) for s, n in seen[:: max(1, len(seen) // 24)]]}", flush=True)
 
 
-def bench(config: SglangConfig, shape: dict[str, int], num_groups: int, new: int, gate: Path | None) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        save_policy(scratch / "policy", shape)
-        servers = [start_server(config, scratch / "policy", scratch / str(gpu), gpu=gpu) for gpu in (0, 1)]
-        urls = tuple(url for _, url in servers)
-        try:
-            for gpu, (server, url) in enumerate(servers):
-                await_server(server, url, scratch / str(gpu))
-            with routed(config, urls, scratch) as router:
-                changes = {"urls": urls, "router_url": router}
-                fleet = Fleet(config.model_copy(update=changes), dtype=dtype_of(config), folder=scratch)
-                valkey = ensure_valkey(scratch / "valkey")
-                await_router(router, scratch / "router.log")
-                fleet.load(scratch / "policy", 1)
-                iteration(fleet, valkey, num_groups // 4, new, None, "warm")
-                await_gate(gate)
-                print(
-                    "| iteration | samples | lost | doubled | tokens/s | s | longest silence s | out |\n"
-                    + "|---" * 8
-                    + "|"
-                )
-                iteration(fleet, valkey, num_groups, new, None, "two servers")
-                lost = servers[1][0]
-                iteration(
-                    fleet, valkey, num_groups, new, lambda: os.killpg(lost.pid, signal.SIGKILL), "one is lost"
-                )
-                print(fleet.view().describe(), flush=True)
-                iteration(fleet, valkey, num_groups, new, None, "one server")
-                start = time.perf_counter()
-                servers[1] = start_server(config, scratch / "policy", scratch / "1", gpu=1)
-                await_server(*servers[1], scratch / "1")
-                started = time.perf_counter()
-                fleet.load(scratch / "policy", 2)
-                loaded = time.perf_counter()
-                print(
-                    f"restarted in {started - start:.0f} s, version 2 adopted in {loaded - started:.1f} s",
-                    flush=True,
-                )
-                iteration(fleet, valkey, num_groups, new, None, "two servers again")
-        finally:
-            for server, _ in servers:
-                if server.poll() is None:
-                    os.killpg(server.pid, signal.SIGTERM)
-                    server.wait(60)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    num_groups: int
+    new: int
+    """Tokens of each response."""
+    is_restarted: bool
+    """Whether the lost server comes back."""
+
+
+def bench(config: SglangConfig, shape: dict[str, int], plan: Plan, scratch: Path, gate: Path | None) -> None:
+    save_policy(scratch / "policy", shape)
+    servers = [start_server(config, scratch / "policy", scratch / str(gpu), gpu=gpu) for gpu in (0, 1)]
+    urls = tuple(url for _, url in servers)
+    try:
+        for gpu, (server, url) in enumerate(servers):
+            await_server(server, url, scratch / str(gpu))
+        with routed(config, urls, scratch) as router:
+            changes = {"urls": urls, "router_url": router}
+            fleet = Fleet(config.model_copy(update=changes), dtype=dtype_of(config), folder=scratch)
+            await_router(router, scratch / "router.log")
+            lose_one(servers, fleet, plan, scratch, gate)
+    finally:
+        for server, _ in servers:
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGTERM)
+                server.wait(60)
+
+
+def lose_one(
+    servers: list[tuple[subprocess.Popen, str]], fleet: Fleet, plan: Plan, scratch: Path, gate: Path | None
+) -> None:
+    valkey = ensure_valkey(scratch / "valkey")
+
+    def run(name: str, *, share: float = 1, lose: Callable[[], None] | None = None) -> None:
+        iteration(fleet, valkey, int(plan.num_groups * share), plan.new, lose, name)
+
+    fleet.load(scratch / "policy", 1)
+    run("warm", share=0.25)
+    (scratch / "url").write_text(servers[0][1])
+    await_gate(gate)
+    print("| iteration | samples | lost | doubled | servers | tokens/s | s | longest silence s |")
+    run("two servers")
+    run("one is lost", lose=lambda: os.killpg(servers[1][0].pid, signal.SIGKILL))
+    start = time.perf_counter()
+    fleet.load(scratch / "policy", 2)
+    seconds = time.perf_counter() - start
+    print(f"version 2 adopted in {seconds:.1f} s: {fleet.view().describe()}", flush=True)
+    run("one server")
+    if plan.is_restarted:
+        restarted(servers, fleet, scratch)
+        run("two servers again")
+
+
+def restarted(servers: list[tuple[subprocess.Popen, str]], fleet: Fleet, scratch: Path) -> None:
+    """The lost server comes back on its port, and the next version takes it in."""
+    start = time.perf_counter()
+    servers[1] = start_server(fleet.config, scratch / "policy", scratch / "1", gpu=1)
+    await_server(*servers[1], scratch / "1")
+    started = time.perf_counter()
+    fleet.load(scratch / "policy", 3)
+    loaded = time.perf_counter()
+    print(f"started in {started - start:.0f} s, version 3 adopted in {loaded - started:.1f} s", flush=True)
 
 
 def await_router(url: str, log: Path) -> None:
@@ -188,14 +207,17 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny policy, few tokens: for a CPU")
     parser.add_argument("--groups", type=int, default=512)
     parser.add_argument("--gate", type=Path, help="measure once this file exists")
+    parser.add_argument("--folder", type=Path, help="where to work; default: a temporary one")
+    parser.add_argument("--no-restart", action="store_true", help="end when one server is left")
     options = parser.parse_args()
-    if options.small:
-        bench(sglang_config(), SMALL, 32, 32, options.gate)
-        return
-    config = sglang_config(
-        max_running_requests=256, memory_share=0.5, context_length=2048, max_total_tokens=262_144
+    config, shape = (sglang_config(), SMALL) if options.small else (large_config(), LARGE)
+    plan = Plan(
+        num_groups=32 if options.small else options.groups,
+        new=32 if options.small else 256,
+        is_restarted=not options.no_restart,
     )
-    bench(config, LARGE, options.groups, 256, options.gate)
+    with tempfile.TemporaryDirectory() as name:
+        bench(config, shape, plan, options.folder or Path(name), options.gate)
 
 
 if __name__ == "__main__":

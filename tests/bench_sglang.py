@@ -14,14 +14,17 @@ import statistics
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+from engines import sglang_config
 from served import (
     LARGE,
     SMALL,
     await_gate,
     await_server,
     dtype_of,
+    large_config,
     open_buffer,
     put_prompts,
     random_prompts,
@@ -108,59 +111,46 @@ def loop(fleet: Fleet, valkey: str, num_prompts: int, params: SamplingParams, gr
 
 
 def throughput(
-    config: SglangConfig, shape: dict[str, int], rounds: int, num_prompts: int, new: int, *, gate: Path | None
+    config: SglangConfig, url: str, policy: Path, scratch: Path, plan: "Plan", *, gate: Path | None
 ) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        size = save_policy(scratch / "policy", shape)
-        start = time.perf_counter()
-        server, url = start_server(config, scratch / "policy", scratch)
-        try:
-            valkey = ensure_valkey(scratch / "valkey")
-            client = TheirClient(config, url, scratch / "policy", scratch)
-            await_server(server, url, scratch)
-            print(f"{size:.1f} GB, server started in {time.perf_counter() - start:.0f} s", flush=True)
-            fleet = Fleet(config.model_copy(update={"urls": (url,)}), dtype=dtype_of(config), folder=scratch)
-            fleet.load(scratch / "policy", 1)
-            client.await_done()
-            await_gate(gate)
-            compare(config, fleet, client, valkey, rounds, num_prompts, new)
-        finally:
-            server.terminate()
-            server.wait(60)
+    valkey = ensure_valkey(scratch / "valkey")
+    client = TheirClient(config, url, policy, scratch)
+    fleet = Fleet(config.model_copy(update={"urls": (url,)}), dtype=dtype_of(config), folder=scratch)
+    fleet.load(policy, 1)
+    client.await_done()
+    await_gate(gate)
+    compare(fleet, client, valkey, plan)
 
 
-def compare(
-    config: SglangConfig,
-    fleet: Fleet,
-    client: TheirClient,
-    valkey: str,
-    rounds: int,
-    num_prompts: int,
-    new: int,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    rounds: int
+    num_prompts: int
+    new: int
+    """Tokens of each response."""
+
+
+def compare(fleet: Fleet, client: TheirClient, valkey: str, plan: Plan) -> None:
+    num_prompts, new = plan.num_prompts, plan.new
     params = SamplingParams(max_new_tokens=new, temperature=1.0, top_p=1.0, stop_ids=frozenset())
-    ours, limit, engine = (
-        int(config.max_running_requests * OVERCOMMIT),
-        config.max_running_requests,
-        fleet.view(),
-    )
+    limit, engine = fleet.config.max_running_requests, fleet.view()
+    ours = int(limit * OVERCOMMIT)
     ways = {f"SGLang's client, {n} at once": (lambda n=n: client.run(num_prompts, new, concurrency=n))
-            for n in (limit, ours, 2 * limit)}  # fmt: skip
+            for n in (ours, 2 * limit)}  # fmt: skip
     ways["engine, one call"] = lambda: engine_call(engine, num_prompts, params)
     ways["worker loop, single samples"] = lambda: loop(fleet, valkey, num_prompts, params, 1)
     ways["worker loop, groups of 8"] = lambda: loop(fleet, valkey, num_prompts, params, 8)
-    for run in ways.values():  # graphs, caches and connections
-        run()
+    engine_call(engine, limit, params)  # graphs, caches and connections
+    client.run(limit, new, concurrency=ours)
     rates: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds):
+    for number in range(plan.rounds):
         names = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
         for name in names:
             rates[name].append(ways[name]())
         print({name: round(values[-1]) for name, values in rates.items()}, flush=True)
     same = f"SGLang's client, {ours} at once"
-    best = max(list(ways)[:3], key=lambda name: statistics.median(rates[name]))
-    print(f"{num_prompts} prompts, {new} new tokens, {rounds} rounds; SGLang's best: {best}")
+    best = max(list(ways)[:2], key=lambda name: statistics.median(rates[name]))
+    print(f"{num_prompts} prompts, {new} new tokens, {plan.rounds} rounds; SGLang's best: {best}")
     print("| way | tokens/s | of SGLang's client, same concurrency | of its best |\n|---|---|---|---|")
     for name, values in rates.items():
         ratios = [
@@ -177,16 +167,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--gate", type=Path, help="measure once this file exists")
+    parser.add_argument("--url", help="a server that serves --policy already")
+    parser.add_argument("--policy", type=Path)
     options = parser.parse_args()
-    from engines import sglang_config
-
-    if options.small:
-        throughput(sglang_config(), SMALL, options.rounds, 64, 32, gate=options.gate)
-        return
-    config = sglang_config(
-        max_running_requests=256, memory_share=0.5, context_length=2048, max_total_tokens=262_144,
-    )  # fmt: skip
-    throughput(config, LARGE, options.rounds, options.prompts, 256, gate=options.gate)
+    config = sglang_config() if options.small else large_config()
+    plan = Plan(
+        rounds=options.rounds,
+        num_prompts=64 if options.small else options.prompts,
+        new=32 if options.small else 256,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        if options.url:
+            throughput(config, options.url, options.policy, scratch, plan, gate=options.gate)
+            return
+        size = save_policy(scratch / "policy", SMALL if options.small else LARGE)
+        start = time.perf_counter()
+        server, url = start_server(config, scratch / "policy", scratch)
+        try:
+            await_server(server, url, scratch)
+            print(f"{size:.1f} GB, server started in {time.perf_counter() - start:.0f} s", flush=True)
+            throughput(config, url, scratch / "policy", scratch, plan, gate=options.gate)
+        finally:
+            server.terminate()
+            server.wait(60)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ their bfloat16 weights.
 """
 
 import argparse
+import shutil
 import statistics
 import tempfile
 import threading
@@ -130,6 +131,8 @@ def prepare(folder: Path, shape: dict[str, int]) -> tuple[PolicyStore, PolicySto
     publish(chain, folder / "v1", 1, files)
     second = time.perf_counter() - start
     publish(whole, folder / "v1", 0, {})
+    for done in ("v1", "parent", "trainer-chain", "trainer-whole"):  # a disk's worth, at 8 GB
+        shutil.rmtree(folder / done, ignore_errors=True)
     size = gigabytes(folder / "v0")
     print(f"{size:.2f} GB published in {first:.1f} s, its successor in {second:.1f} s", flush=True)
     return chain, whole
@@ -169,13 +172,16 @@ def measure(folder: Path, stores: tuple[PolicyStore, PolicyStore], fleet: Fleet,
             path, seconds, travelled, parts = pulled(reader, newest)
             version += 1
             load, made_of = loaded(fleet, path, version)
+            shutil.rmtree(folder / f"{way}-{number}")
             rows[way].append((seconds, load, travelled))
-            print(f"{size:.2f} GB by {way}: pull {seconds:.2f} s {parts}, load {load:.2f} s {made_of}")
+            print(
+                f"{size:.2f} GB by {way}, {travelled:.4f} travel: pull {seconds:.2f} s {parts}, load {load:.2f} s {made_of}"
+            )
     for way, values in rows.items():
         pull, load, travelled = (statistics.median(column) for column in zip(*values, strict=True))
         total = pull + load
         print(
-            f"| {size:.1f} GB by {way} | {travelled:.3f} | {pull:.2f} | {load:.2f} | {total:.2f} |",
+            f"| {size:.1f} GB by {way} | {travelled:.4f} | {pull:.2f} | {load:.2f} | {total:.2f} |",
             flush=True,
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from engines import sglang_config
 
 from tasks.embedded.process import HOST
 from tasks.engine.overlap import drain_together
@@ -69,6 +70,13 @@ def save_tokenizer(folder: Path) -> None:
 
 def gigabytes(folder: Path) -> float:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 1e9
+
+
+def large_config() -> SglangConfig:
+    """One GPU's server of the large policy, as a rollout worker would use it."""
+    return sglang_config(
+        max_running_requests=256, memory_share=0.5, context_length=2048, max_total_tokens=262_144
+    )
 
 
 def dtype_of(config: SglangConfig) -> str:
