@@ -56,9 +56,11 @@ class SglangConfig(Section):
     max_failures: int = Field(default=3, ge=1)
     """Tries of a request, and failures in a row of a server, after which the one is an error and the other is
     out of service; the next version restarts it if it is ours."""
-    in_flight: Literal["finish", "abort"] = "finish"
+    in_flight: Literal["finish", "abort", "pause"] = "finish"
     """Requests that still run when another version is loaded: they ``finish`` on the old weights first, or
-    ``abort`` and are resumed or redone under the new ones."""
+    ``abort`` and are resumed or redone under the new ones, or ``pause``, let go of their key-value cache and
+    go on under the new ones, each token with its version. ``pause`` needs SGLang 0.5.21: older ones end at
+    the flush of a cache that paused requests wait for, and 0.5.17 does not say which version sampled what."""
 
     @model_validator(mode="after")
     def _parallelism_is_one_sglang_has(self) -> Self:

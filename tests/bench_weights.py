@@ -175,8 +175,10 @@ def measure(folder: Path, stores: tuple[PolicyStore, PolicyStore], fleet: Fleet,
             shutil.rmtree(folder / f"{way}-{number}")
             rows[way].append((seconds, load, travelled))
             print(
-                f"{size:.2f} GB by {way}, {travelled:.4f} travel: pull {seconds:.2f} s {parts}, load {load:.2f} s {made_of}"
+                f"{size:.2f} GB by {way}: {travelled:.4f} GB travelled, pull {seconds:.2f} s {parts}, ",
+                end="",
             )
+            print(f"load {load:.2f} s {made_of}", flush=True)
     for way, values in rows.items():
         pull, load, travelled = (statistics.median(column) for column in zip(*values, strict=True))
         total = pull + load

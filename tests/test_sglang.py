@@ -21,6 +21,7 @@ import pytest
 from policies import save_tiny_policy
 from pydantic import ValidationError
 
+from tasks.engine.partial import group_rows
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sglang import Fleet
 from tasks.engine.sglang_client import Budget, SglangError
@@ -28,6 +29,7 @@ from tasks.engine.sglang_format import completion, request_body, single_bodies
 from tasks.engine.sglang_model import served_folder
 from tasks.engine.sglang_server import server_arguments
 from tasks.rollout_config import RolloutConfig
+from tasks.schema import RolloutFrame, make_frame
 from tasks.sglang_config import SglangConfig
 
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=1.0, stop_ids=frozenset({1}))
@@ -388,6 +390,41 @@ def test_a_server_left_out_takes_its_share_of_requests_on_their_way_with_it(unti
         second.state["is_dead"] = True
         engine.load(untied[1], 4)
         assert engine.fleet.budget.size == 20
+
+
+def test_a_server_that_cannot_swap_under_requests_is_refused_with_the_version_that_can(untied):
+    with recorded() as server:
+        engine = attached(server, in_flight="pause")
+        with pytest.raises(ValueError, match=r"must have SGLang 0\.5\.21 or newer, got 0\.5\.17"):
+            engine.load(untied[0], 3)
+        assert engine.version is None
+
+
+def test_a_response_under_which_the_weights_changed_says_which_version_sampled_what():
+    spans = [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 2}]
+    done = completion(answer(weight_version="8", weight_versions=spans), routing_shape=(2, 2))
+    assert done.version_spans == ((7, 1), (8, 1))
+    assert completion(answer(weight_versions=spans[:1]), routing_shape=(2, 2)).version_spans is None
+    prompt = {"iteration": 0, "prompt_id": "p", "prompt_ids": [2, 3]}
+    (row,) = group_rows(prompt, {}, [[done]], group_size=1, policy_version=7, params=PARAMS)
+    assert row["policy_version"] == 7
+    assert row["version_spans"] == [
+        {"policy_version": 7, "num_tokens": 1},
+        {"policy_version": 8, "num_tokens": 1},
+    ]
+    make_frame([row], RolloutFrame)
+    cut = {("p", 0): row | {"finish_reason": "abort"}}
+    later = completion(
+        answer(weight_version="9", weight_versions=[spans[1], {"version": "9", "start": 2, "end": 3}]),
+        routing_shape=(2, 2),
+    )
+    (whole,) = group_rows(prompt, cut, [[later]], group_size=1, policy_version=8, params=PARAMS)
+    assert [(s["policy_version"], s["num_tokens"]) for s in whole["version_spans"]] == [
+        (7, 1),
+        (8, 2),
+        (9, 1),
+    ]
+    make_frame([whole], RolloutFrame)
 
 
 # --- what is on its way

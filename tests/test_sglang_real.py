@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 import urllib.request
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -159,6 +160,116 @@ def test_an_attached_server_that_is_lost_is_left_out_until_it_can_adopt_a_versio
     with pytest.raises(SglangError, match="could adopt version 4") as caught:
         engine.load(folder, 4)
     assert all(url in str(caught.value) for url in urls)
+
+
+@contextmanager
+def reward_server(folder, scratch):
+    """SGLang with a reward model, as one would start it by hand."""
+    config = sglang_config()
+    dtype = "float32" if config.device == "cpu" else "bfloat16"
+    port = 28_000 + os.getpid() % 1_000
+    arguments = sglang_server.server_arguments(
+        config, model=folder, version=0, dtype=dtype, port=port, routing=False
+    )
+    arguments[arguments.index("--skip-tokenizer-init")] = "--is-embedding"
+    environment = LaunchedServer(config, scratch, dtype=dtype, routing=False).environment()
+    command = [config.python, "-m", "sglang.launch_server", *arguments]
+    with (scratch / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            command, stdout=log, stderr=log, cwd=scratch, env=environment, start_new_session=True
+        )
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"http://{HOST}:{port}/model_info", timeout=5).close()
+                break
+            except OSError:
+                assert server.poll() is None, (scratch / "server.log").read_text()[-3000:]
+                time.sleep(0.5)
+        yield f"http://{HOST}:{port}", 1e-5 if dtype == "float32" else 0.05
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(20)
+
+
+def test_a_reward_model_scores_through_classify_as_it_does_in_this_process(tmp_path):
+    """SGLang's head has a bias and fills it at random where the checkpoint has none; ours states zero."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    from tasks.environments.remote import ClassifyClient
+    from tasks.environments.reward_model import RewardModel
+    from tasks.policy.reward_training import save_model
+    from tasks.policy.tokenizer import character_tokenizer
+    from tasks.reward_config import ClassifyConfig, RewardModelConfig
+
+    folder, tokenizer = tmp_path / "model", character_tokenizer()
+    tokenizer.save_pretrained(folder)
+    shape = {
+        "vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 64, "num_labels": 1,
+        "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    save_model(Qwen3ForSequenceClassification(Qwen3Config(**shape)), folder)
+    talks = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        for asked, said in (("1+1=", "2"), ("say a long word", "abcdefghijk"), ("x", "y"), ("9*9=", "81"))
+    ]
+    here = RewardModel(RewardModelConfig(folder=str(folder))).grade(talks)
+    with reward_server(folder, tmp_path) as (url, atol):
+        config = ClassifyConfig(url=url, model="m", tokenizer=str(folder), batch_size=3)
+        served = ClassifyClient(config).grade(talks)
+    assert [grade.part.kind for grade in served] == ["score"] * 4, served
+    for one, other in zip(served, here, strict=True):
+        assert one.part.value == pytest.approx(other.part.value, abs=atol)
+        assert one.reward == pytest.approx(other.reward, abs=atol)
+    assert len({round(grade.part.value, 3) for grade in served}) == 4
+
+
+def test_weights_are_swapped_under_a_response_and_each_token_has_its_version(folder, tmp_path):
+    """Pause, swap, continue: the tokens behind the swap have the log-probabilities of the new weights, which
+    no cache of the old ones would give (complaint 11)."""
+    import torch
+
+    from tasks.policy.dispatch import LocalDispatcher
+    from tasks.policy.model import load_policy
+
+    second = save_tiny_policy(tmp_path / "second", seed=1)
+    engine = start_sglang(tmp_path, in_flight="pause")
+    try:
+        engine.load(folder, 7)
+    except ValueError as error:
+        assert "0.5.21 or newer, got 0.5.1" in str(error)
+        pytest.skip(str(error))
+    long = replace(PARAMS, max_new_tokens=400, stop_ids=frozenset())
+    swap = threading.Timer(0.5, engine.load, (second, 8))
+    swap.start()
+    groups = engine.generate(REQUESTS[:2], long)
+    swap.join()
+    assert engine.version == 8
+    atol = 1e-4 if engine.fleet.config.device == "cpu" else 1e-3
+    models = {
+        version: load_policy(path, dispatcher=LocalDispatcher())
+        for version, path in ((7, folder), (8, second))
+    }
+    for done in (completion for group in groups for completion in group):
+        assert done.finish_reason == "length" and done.version_spans is not None
+        (old, count), (new, rest) = done.version_spans
+        assert (old, new, count + rest) == (7, 8, 400) and count and rest
+        ids = torch.tensor([[*REQUESTS[0].prompt_ids, *done.response_ids]])
+        with torch.no_grad():
+            expected = {
+                version: model(ids).logits[0, len(REQUESTS[0].prompt_ids) - 1 : -1].float().log_softmax(-1)
+                for version, model in models.items()
+            }
+        index = torch.tensor(done.response_ids)[:, None]
+        before, after = (expected[version].gather(1, index)[:, 0] for version in (7, 8))
+        found = torch.tensor(done.logprobs)
+        torch.testing.assert_close(found[:count], before[:count], rtol=0, atol=atol)
+        torch.testing.assert_close(found[count:], after[count:], rtol=0, atol=atol)
+        assert (before[count:] - after[count:]).abs().max() > 10 * atol
+    assert engine.generate(REQUESTS[:1], PARAMS)[0][0].version_spans is None
 
 
 def test_in_deterministic_mode_a_sample_depends_on_its_seed_alone(folder, tmp_path):

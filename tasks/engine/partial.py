@@ -77,7 +77,7 @@ def _row(prompt: Row, index: int, completion: Completion, policy_version: int, p
         **dict.fromkeys(RECORDED),
         **prompt,
         "sample_index": index,
-        "policy_version": policy_version,
+        **_versions(completion, policy_version),
         "response_ids": completion.response_ids,
         "behavior_logprob": completion.logprobs,
         "finish_reason": completion.finish_reason,
@@ -86,14 +86,21 @@ def _row(prompt: Row, index: int, completion: Completion, policy_version: int, p
     }
 
 
+def _versions(completion: Completion, policy_version: int) -> Row:
+    """Which version sampled what; the engine may have taken another one under the response."""
+    spans = completion.version_spans or ((policy_version, len(completion.response_ids)),)
+    listed = [{"policy_version": version, "num_tokens": count} for version, count in spans]
+    return {"policy_version": spans[0][0], "version_spans": listed if len(spans) > 1 else None}
+
+
 def _continued(before: Row, after: Row) -> Row:
     """``before`` with the tokens of ``after`` behind its own; ``policy_version`` stays the oldest."""
-    spans = _spans(before)
-    (span,) = _spans(after)
-    if spans[-1]["policy_version"] == span["policy_version"]:
-        spans[-1] = {**span, "num_tokens": spans[-1]["num_tokens"] + span["num_tokens"]}
+    spans, (first, *rest) = _spans(before), _spans(after)
+    if spans[-1]["policy_version"] == first["policy_version"]:
+        spans[-1] = {**first, "num_tokens": spans[-1]["num_tokens"] + first["num_tokens"]}
     else:
-        spans.append(span)
+        spans.append(first)
+    spans += rest
     routing = {
         name: pack(continued(unpack(before[name]), unpack(after[name])))
         for name in ("routed_experts", "routed_weights")

@@ -51,6 +51,9 @@ class Completion:
     """[prompt + response - 1, layers, k] uint8 or int16, where asked: a row a position that was fed."""
     routed_weights: "np.ndarray | None" = field(default=None, compare=False)
     """float16 or float32 of the same shape."""
+    version_spans: tuple[tuple[int, int], ...] | None = None
+    """(policy version, how many tokens it sampled), in order, where another version was loaded under the
+    response; None = all by the version that was loaded when it was asked for."""
 
 
 class Engine(Protocol):

@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from tasks.engine.protocol import Completion, Request, SamplingParams
-from tasks.engine.sglang_adoption import ServedVersion, join_router, leave_router, update, verify
+from tasks.engine.sglang_adoption import (
+    ServedVersion,
+    build,
+    join_router,
+    leave_router,
+    swap,
+    update,
+    verify,
+)
 from tasks.engine.sglang_client import Address, Budget, Client, Loop, SglangError
 from tasks.engine.sglang_format import completion, request_body, single_bodies
 from tasks.engine.sglang_fp8 import quantised_folder
@@ -41,6 +49,8 @@ class Fleet:
     def __init__(self, config: SglangConfig, *, dtype: str, folder: Path, routing: bool = False):
         self.config, self.routing, self.scratch = config, routing, folder
         self.version: int | None = None
+        self.history: list[int] = []
+        """Versions that the servers were given, in order."""
         self.launched = None if config.urls else LaunchedServer(config, folder, dtype=dtype, routing=routing)
         self.addresses = [Address(url) for url in config.urls]
         self.client = Client(request_seconds=config.request_seconds)
@@ -49,7 +59,7 @@ class Fleet:
         self.model = Path()
         self.vocab_size, self.routing_shape = 0, (0, 0)
         self.build = ""
-        self._loading = threading.Lock()
+        self.loading = threading.Lock()
         self._views: weakref.WeakSet[SglangEngine] = weakref.WeakSet()  # a drain makes new ones
         weakref.finalize(self, _close, self.loop, self.client)
 
@@ -63,10 +73,11 @@ class Fleet:
         Raises:
             SglangError: none could; no version is served then.
         """
-        with self._loading:
+        with self.loading:
             if self.version == version and folder == self.model:
                 return
             self.version = None
+            self.history.append(version)
             served = served_folder(folder, self.scratch)
             if self.config.quantization == "fp8_blocks":
                 served = quantised_folder(served, self.scratch, device=self.config.device)
@@ -74,7 +85,8 @@ class Fleet:
             if self.config.in_flight == "abort":
                 for view in self._views:
                     view.abort()
-            self.loop.run(self._idle())
+            if self.config.in_flight != "pause":
+                self.loop.run(self._idle())
             self.model = folder
             self.vocab_size, self.routing_shape = vocabulary(folder), routing_shape(folder)
             is_fresh = self.launched is not None and self._launch(policy, self.launched)
@@ -101,13 +113,13 @@ class Fleet:
             reasons = "; ".join(address.reason for address in self.addresses)
             raise SglangError(f"no SGLang server could adopt version {policy.version}: {reasons}")
         self._fit_budget()
-        info = await self.client.control(self.serving[0].url, "v1/loads?include=core")
-        self.build = str(info["version"])
 
     async def _adopt(self, address: Address, policy: ServedVersion, is_fresh: bool) -> None:
+        pauses = self.config.in_flight == "pause"
         try:
+            self.build = await build(self.client, address, pauses=pauses)
             if not is_fresh:
-                await update(self.client, address, policy)
+                await (swap if pauses else update)(self.client, address, policy)
             await verify(self.client, address, policy, device=self.config.device)
             if self.config.router_url:
                 await join_router(self.client, self.config.router_url, address)
@@ -213,13 +225,17 @@ class SglangEngine:
         self._is_aborted.set()
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
+        with self.fleet.loading:  # another thread's load, which this call would fall into
+            since = len(self.fleet.history) - 1
         if self.version is None:
             raise RuntimeError("the engine must load a policy version before it generates; call load first.")
         self._require_known_ids(requests)
         self._is_aborted.clear()
-        return self.fleet.loop.run(self._generate(requests, params))
+        return self.fleet.loop.run(self._generate(requests, params, since))
 
-    async def _generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
+    async def _generate(
+        self, requests: Sequence[Request], params: SamplingParams, since: int
+    ) -> list[list[Completion]]:
         call = next(self._calls)
         rids = [
             [f"{self._name}-{call:06d}-{i:06d}-{j:04d}" for j in range(len(request.seeds))]
@@ -227,7 +243,7 @@ class SglangEngine:
         ]
         watcher = asyncio.create_task(self._attend_abort())
         groups = [
-            asyncio.create_task(self._group(request, names, params))
+            asyncio.create_task(self._group(request, names, params, since))
             for request, names in zip(requests, rids, strict=True)
         ]
         try:
@@ -238,7 +254,9 @@ class SglangEngine:
                 group.cancel()
             self._running.clear()
 
-    async def _group(self, request: Request, names: list[str], params: SamplingParams) -> list[Completion]:
+    async def _group(
+        self, request: Request, names: list[str], params: SamplingParams, since: int
+    ) -> list[Completion]:
         async with self.fleet.budget.share(len(names)):
             if self._is_aborted.is_set():
                 return [Completion(response_ids=[], logprobs=[], finish_reason="abort") for _ in names]
@@ -247,14 +265,17 @@ class SglangEngine:
             answers = await self.fleet.send(body)
         for name in names:
             self._running.pop(name, None)
-        return [self._completion(answer) for answer in answers]
+        return [self._completion(answer, since) for answer in answers]
 
-    def _completion(self, answer: dict[str, Any]) -> Completion:
-        meta = answer["meta_info"]
-        if meta["weight_version"] != str(self.version):
+    def _completion(self, answer: dict[str, Any], since: int) -> Completion:
+        """``since``: the version that was loaded when the call began, as an index of the fleet's history."""
+        meta, expected = answer["meta_info"], self.fleet.history[since:]
+        found = {meta["weight_version"], *(str(s["version"]) for s in meta.get("weight_versions") or ())}
+        if not found <= {str(version) for version in expected}:
             raise SglangError(
-                f"request {meta['id']} must be sampled by version {self.version}, the server reports "
-                f"{meta['weight_version']!r}. Another client loaded it; give each campaign its own servers."
+                f"request {meta['id']} must be sampled by version {' or '.join(map(str, expected))}, the "
+                f"server reports {meta['weight_version']!r}. Another client loaded it; give each campaign "
+                "its own servers."
             )
         reason = meta["finish_reason"]["type"]
         if reason == "abort" and not self._is_aborted.is_set():

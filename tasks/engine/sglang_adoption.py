@@ -7,6 +7,7 @@ that fails: ``tasks.engine.sglang`` does.
 
 import contextlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tasks.engine.sglang_client import Address, Client, SglangError
 from tasks.engine.sglang_model import vocabulary, weight_files
 
 PROBE_LENGTH = 16
+PAUSES_SINCE = (0, 5, 21)
+"""The first SGLang that flushes its cache while paused requests wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,32 @@ async def update(client: Client, address: Address, policy: ServedVersion) -> Non
     model, version = str(policy.served.absolute()), str(policy.version)
     body = {"model_path": model, "weight_version": version, "flush_cache": True}
     await client.control(address.url, "update_weights_from_disk", body)
+
+
+async def swap(client: Client, address: Address, policy: ServedVersion) -> None:
+    """``update`` under requests that run: they wait, without a key-value cache, and go on with the new
+    weights. If it fails they are aborted: they must not go on with torn ones."""
+    await client.control(address.url, "pause_generation", {"mode": "retract"})
+    try:
+        await update(client, address, policy)
+    except SglangError:
+        await client.control(address.url, "abort_request", {"abort_all": True})
+        raise
+    finally:
+        await client.control(address.url, "continue_generation", {})
+
+
+async def build(client: Client, address: Address, *, pauses: bool) -> str:
+    """SGLang's version; refused if it cannot swap weights under requests and ``pauses`` asks for that."""
+    said = str((await client.control(address.url, "v1/loads?include=core"))["version"])
+    numbers = tuple(int(part) for part in re.findall(r"\d+", said)[:3])
+    if pauses and numbers < PAUSES_SINCE:
+        raise ValueError(
+            f"rollout.sglang.in_flight 'pause' must have SGLang {'.'.join(map(str, PAUSES_SINCE))} or newer, "
+            f"got {said} on {address.url}: it ends at the flush of a cache that paused requests wait for. "
+            "Install a newer one, or set in_flight to 'finish' or 'abort'."
+        )
+    return said
 
 
 async def verify(client: Client, address: Address, policy: ServedVersion, *, device: str) -> None:

@@ -68,11 +68,19 @@ def save_reward_model(training: Training, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
         made = Path(name) / "model"
-        training.model.save_pretrained(made)
+        save_model(training.model, made)
         training.tokenizer.save_pretrained(made)
         if folder.exists():
             folder.rename(Path(name) / "before")
         made.rename(folder)
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """With a bias of zero at the score: SGLang has one there, and fills it at random where none is stored.
+    Transformers has none and ignores it."""
+    tensors = model.state_dict()
+    score = tensors["score.weight"]
+    model.save_pretrained(folder, state_dict={**tensors, "score.bias": score.new_zeros(len(score))})
 
 
 @torch.inference_mode()
