@@ -107,6 +107,11 @@ class SglangConfig(Section):
                 "quantization must be 'none' with urls: FP8 weights are not updated in place, and servers "
                 "that others started cannot be restarted. Leave urls empty, or set quantization to 'none'."
             )
+        if self.in_flight == "pause" and self.quantization != "none":
+            raise ValueError(
+                "in_flight must not be 'pause' with quantized weights, which a server takes at start, got "
+                f"quantization={self.quantization!r}. Set in_flight to 'finish' or 'abort'."
+            )
         if self.router_url and not self.urls:
             raise ValueError(
                 "router_url needs urls: versions are loaded into each server, got "

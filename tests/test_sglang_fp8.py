@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from moe_kernels.reference import dequant_fp8_128x128
+from recorded_sglang import recorded
 from safetensors.torch import load_file
-from test_sglang import recorded
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tasks.engine import sglang
+from tasks.engine import sglang, sglang_adoption
 from tasks.engine.sglang import Fleet
 from tasks.engine.sglang_fp8 import quantised_folder
 from tasks.engine.sglang_server import LaunchedServer, server_arguments
@@ -126,12 +126,12 @@ def test_a_fleet_serves_each_versions_rounded_folder_from_a_server_that_starts_a
             server.state["version"] = str(version)
             return f"http://127.0.0.1:{server.server_address[1]}"
 
-        async def fingerprint(self: Fleet, url: str) -> str:
+        async def fingerprint(*args: object, device: str) -> str:
             return served[-1].name
 
         monkeypatch.setattr(LaunchedServer, "start", start)
         monkeypatch.setattr(LaunchedServer, "stop", lambda self: stops.append(len(served)))
-        monkeypatch.setattr(Fleet, "_fingerprint", fingerprint)
+        monkeypatch.setattr(sglang_adoption, "_fingerprint", fingerprint)
         monkeypatch.setattr(
             sglang, "quantised_folder", lambda *args, device: quantised_folder(*args, device="cpu")
         )

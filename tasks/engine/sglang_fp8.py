@@ -20,7 +20,7 @@ from moe_kernels.reference import FP8_GROUP
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tasks.engine.sglang_model import files_identity
+from tasks.engine.sglang_model import weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ def quantised_folder(folder: Path, scratch: Path, *, device: str) -> Path:
     Raises:
         ValueError: a projection whose inputs are no multiple of a block's.
     """
-    identity = hashlib.sha256(files_identity(folder).encode()).hexdigest()[:8]
+    identity = hashlib.sha256(weight_files(folder).files.encode()).hexdigest()[:8]
     target = scratch / f"{PREFIX}{folder.name}-{identity}"
     for other in scratch.glob(f"*{PREFIX}*"):
         if other != target:

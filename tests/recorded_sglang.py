@@ -1,0 +1,100 @@
+"""A small HTTP server that answers as SGLang was recorded to, with the faults that a test asks for."""
+
+import json
+import socket
+import threading
+import time
+import zlib
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from tasks.engine.sglang import Fleet
+from tasks.sglang_config import SglangConfig
+
+
+def answer(**meta):
+    entries = [[-0.5, 9, None], [-0.25, 1, None]]
+    return {
+        "output_ids": [9, 1],
+        "meta_info": {
+            "id": "r", "output_token_logprobs": entries, "finish_reason": {"type": "stop", "matched": 1},
+            "weight_version": "7", **meta,
+        },
+    }  # fmt: skip
+
+
+class Recorded(BaseHTTPRequestHandler):
+    """Answers as SGLang 0.5.17 does, with the faults that a test asks for."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments):
+        pass
+
+    def do_GET(self):
+        state = self.server.state
+        if state.get("is_dead"):
+            return self.hang_up()
+        if self.path.startswith("/v1/loads"):
+            return self.reply({"version": "0.5.17"})
+        return self.reply({"is_generation": True, "weight_version": state["version"]})
+
+    def do_POST(self):
+        state = self.server.state
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if state.get("is_dead"):
+            return self.hang_up()
+        if self.path == "/update_weights_from_disk":
+            if state.get("refuses_updates"):
+                return self.reply({"success": False, "message": "torn"}, 400)
+            state["version"] = state.get("claims", body["weight_version"])
+            if not state.get("keeps_weights"):
+                files = sorted(Path(body["model_path"]).glob("*.safetensors"))
+                content = b"".join(path.read_bytes() for path in files)
+                state["weights"] = zlib.crc32(content) + state.get("drift", 0)
+            return self.reply({"success": True})
+        if self.path == "/abort_request":
+            return self.reply({})
+        if body["rid"] == ["probe"]:
+            values = [[-float(state["weights"]), token, None] for token in body["input_ids"][0]]
+            return self.reply([{"meta_info": {"input_token_logprobs": values}}])
+        state["generated"] = state.get("generated", 0) + 1
+        if state.get("dies_at") == state["generated"]:
+            state["is_dead"] = True
+            return self.hang_up()
+        time.sleep(state.get("seconds", 0.0))
+        meta = {"weight_version": state.get("lies", state["version"])}
+        reason = state.get("reason", {"type": "stop", "matched": 1})
+        return self.reply([answer(**meta, id=rid, finish_reason=reason) for rid in body["rid"]])
+
+    def hang_up(self):
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def reply(self, value, status=200):
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextmanager
+def recorded(**state):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Recorded)
+    server.state = {"version": "none", "weights": 0, **state}
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def attached(*servers, **changes):
+    urls = tuple(f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
+    values = {"device": "cpu", "attention": "torch_native", "cuda_graphs": False, "max_running_requests": 8}
+    return Fleet(SglangConfig(urls=urls, **(values | changes)), dtype="float32", folder=Path()).view()

@@ -1,0 +1,222 @@
+"""SGLang servers that die, refuse, lie or lag: what a fleet does. Driven by a server that answers as SGLang
+was recorded to; what SGLang itself does is tested in ``test_sglang_real.py``.
+"""
+
+import asyncio
+import os
+import shutil
+import threading
+import time
+
+import pytest
+from policies import save_tiny_policy
+from recorded_sglang import attached, recorded
+
+from tasks.engine.protocol import Request, SamplingParams
+from tasks.engine.sglang_client import Budget, SglangError
+
+PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=1.0, stop_ids=frozenset({1}))
+REQUESTS = [Request(prompt_ids=(2, 9, 10, 11, 3), seeds=tuple(range(4)))] * 4
+
+
+@pytest.fixture
+def untied(tmp_path):
+    """Two versions of a policy with a head of its own, served as they are."""
+    return [save_tiny_policy(tmp_path / str(seed), family="deepseek_v3", seed=seed) for seed in (0, 1)]
+
+
+def test_no_traffic_before_the_engine_reports_exactly_the_required_version(untied):
+    """A recovered engine that serves base weights under any name is out of service (complaint 7)."""
+    with recorded(claims="base") as server:
+        engine = attached(server)
+        with pytest.raises(SglangError, match=r"must hold weight version 3, got 'base'"):
+            engine.load(untied[0], 3)
+        assert engine.version is None
+        with pytest.raises(RuntimeError, match="load a policy version"):
+            engine.generate(REQUESTS, PARAMS)
+
+
+def test_a_torn_update_takes_the_engine_out_of_service(untied):
+    """Complaint 12: an update that fails never leaves old weights under a new name."""
+    with recorded() as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        server.state["refuses_updates"] = True
+        with pytest.raises(SglangError, match="torn"):
+            engine.load(untied[1], 4)
+        assert engine.version is None
+
+
+def test_weights_that_did_not_change_with_their_files_are_noticed(untied):
+    with recorded() as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        server.state["keeps_weights"] = True
+        with pytest.raises(SglangError, match="reports the same weights than before"):
+            engine.load(untied[1], 4)
+
+
+def test_the_same_weights_in_other_files_are_no_fault_of_the_server(untied, tmp_path):
+    """A step may move no weight by a whole unit: then the next version has the files of the one before, or
+    copies of them, and weights that did not change are right."""
+    shutil.copytree(untied[0], tmp_path / "copied")
+    (tmp_path / "linked").mkdir()
+    for path in untied[0].iterdir():
+        os.link(path, tmp_path / "linked" / path.name)
+    with recorded() as server:
+        engine = attached(server)
+        for version, folder in enumerate((untied[0], tmp_path / "copied", untied[0], tmp_path / "linked")):
+            engine.load(folder, version)
+        server.state["drift"] = 1
+        with pytest.raises(SglangError, match="reports other weights than before"):
+            engine.load(untied[0], 9)
+
+
+def test_tokens_of_another_version_are_refused(untied):
+    """Each answer names the version that sampled it; a mismatch is an error, not data (complaint 11)."""
+    with recorded(lies="2") as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        with pytest.raises(SglangError, match=r"must be sampled by version 3, the server reports '2'"):
+            engine.generate(REQUESTS, PARAMS)
+
+
+def test_an_abort_that_nobody_asked_for_is_an_error(untied):
+    with recorded(reason={"type": "abort", "message": "out of memory"}) as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        with pytest.raises(SglangError, match="out of memory"):
+            engine.generate(REQUESTS, PARAMS)
+
+
+def test_a_server_that_dies_hands_its_requests_to_the_others(untied):
+    with recorded() as first, recorded(dies_at=2) as second:
+        engine = attached(first, second)
+        engine.load(untied[0], 3)
+        groups = engine.generate(REQUESTS * 4, PARAMS)
+        assert [len(group) for group in groups] == [4] * 16
+        assert [address.is_out for address in engine.fleet.addresses] == [False, True]
+
+
+def test_the_last_server_that_dies_ends_the_call_and_is_named(untied):
+    with recorded(dies_at=1) as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        with pytest.raises(SglangError, match=r"broke off on http://127.0.0.1|no SGLang server is left"):
+            engine.generate(REQUESTS, PARAMS)
+
+
+def test_a_server_that_cannot_adopt_a_version_is_left_out_and_named_until_it_can(untied):
+    """Its requests go to the other; the next version asks it again (complaints 7 and 12)."""
+    with recorded() as first, recorded() as second:
+        engine = attached(first, second)
+        engine.load(untied[0], 3)
+        assert "2 of 2 attached" in engine.describe()
+        second.state["refuses_updates"] = True
+        engine.load(untied[1], 4)
+        second.state["generated"] = 0
+        assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
+        assert second.state["generated"] == 0
+        url = f"http://127.0.0.1:{second.server_address[1]}"
+        assert "1 of 2 attached" in engine.describe()
+        assert f"out of service: {url}/update_weights_from_disk answered 400" in engine.describe()
+        second.state["refuses_updates"] = False
+        engine.load(untied[0], 5)
+        assert engine.generate(REQUESTS, PARAMS) and second.state["generated"] > 0
+        assert "out of service" not in engine.describe()
+
+
+def test_a_version_is_refused_when_no_server_is_left_to_adopt_it(untied):
+    with recorded(is_dead=True) as first, recorded(refuses_updates=True) as second:
+        engine = attached(first, second)
+        with pytest.raises(SglangError, match="could adopt version 3") as caught:
+            engine.load(untied[0], 3)
+        assert all(f":{server.server_address[1]}/" in str(caught.value) for server in (first, second))
+        assert engine.version is None
+
+
+def test_a_server_left_out_takes_its_share_of_requests_on_their_way_with_it(untied):
+    with recorded() as first, recorded() as second:
+        engine = attached(first, second, max_running_requests=16)
+        engine.load(untied[0], 3)
+        assert engine.fleet.budget.size == 40
+        second.state["is_dead"] = True
+        engine.load(untied[1], 4)
+        assert engine.fleet.budget.size == 20
+
+
+def test_a_server_that_cannot_swap_under_requests_is_refused_with_the_version_that_can(untied):
+    with recorded() as server:
+        engine = attached(server, in_flight="pause")
+        with pytest.raises(ValueError, match=r"must have SGLang 0\.5\.21 or newer, got 0\.5\.17"):
+            engine.load(untied[0], 3)
+        assert engine.version is None
+
+
+# --- what is on its way
+
+
+def on_their_way(size, counts):
+    """The order in which requests of so many sequences go, and the most sequences at once."""
+
+    async def main():
+        budget, order, most = Budget(size), [], 0
+
+        async def one(index, count):
+            nonlocal most
+            async with budget.share(count):
+                order.append(index)
+                most = max(most, budget.used)
+                await asyncio.sleep(0.001)
+
+        await asyncio.gather(*(one(index, count) for index, count in enumerate(counts)))
+        assert budget.used == 0
+        return order, most
+
+    return asyncio.run(main())
+
+
+def test_requests_go_in_the_order_they_came_and_never_more_than_fit():
+    counts = [3, 5, 1, 8, 2, 2, 30, 1]  # 30 goes alone
+    assert on_their_way(8, counts) == (list(range(len(counts))), 30)
+    assert on_their_way(8, [4] * 7)[1] == 8
+
+
+def test_a_request_that_gives_up_waiting_holds_nobody_up():
+    async def main():
+        budget = Budget(1)
+        async with budget.share(1):
+            waiting = asyncio.create_task(budget.share(1).__aenter__())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        async with asyncio.timeout(1), budget.share(1):
+            assert budget.used == 1
+        assert budget.used == 0
+
+    asyncio.run(main())
+
+
+def test_a_call_that_fails_leaves_nothing_on_its_way(untied):
+    """Otherwise a server would go on with samples of a lease that somebody else has by now."""
+    with recorded(lies="2") as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        with pytest.raises(SglangError, match="must be sampled by version 3"):
+            engine.generate(REQUESTS * 50, PARAMS)
+        time.sleep(0.2)
+        sent = server.state["generated"]
+        time.sleep(0.3)
+        assert server.state["generated"] == sent < 50 * 4
+        assert engine.fleet.budget.used == 0
+
+
+def test_an_abort_keeps_what_waits_from_being_sent(untied):
+    with recorded(seconds=0.05) as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        threading.Timer(0.3, engine.abort).start()
+        groups = engine.generate(REQUESTS * 50, PARAMS)
+        reasons = [group[0].finish_reason for group in groups]
+        assert reasons[0] == "stop" and reasons[-1] == "abort"
+        assert server.state["generated"] == reasons.count("stop")
