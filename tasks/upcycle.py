@@ -12,6 +12,9 @@ by ``slices``. Logits equal the dense model's up to rounding, for any router (``
 half precision the scale is exact where ``slices`` is a power of two, and with ``slices`` of 1 nothing is
 scaled.
 
+Training may part the rows that a copy's slices began with, and then a token can miss a slice;
+``train.freeze_router`` rules that out. With whole copies (``slices`` of 1) nothing can be missed.
+
 Families, each to the one that represents it exactly: Llama and Mistral to Mixtral, Qwen3 to Qwen3-MoE. The
 source is read and the target written tensor by tensor; memory holds one output file of ``--shard-gb``. A
 GGUF file is dequantised first, by transformers (``pip install gguf accelerate``).

@@ -32,7 +32,13 @@ def make_run(folder: Path, train: dict[str, Any], **config: Any) -> CampaignRun:
     """A run with version 0 published."""
     from tasks.policy.initial import initial_manifest
 
-    named = {"name": "stays", "model": {"random": TINY}, "checkpoint": {"store": str(folder)}}
+    # the last of three updates has another learning rate
+    named = {
+        "name": "stays",
+        "schedule": {"iterations": NUM_UPDATES},
+        "model": {"random": TINY},
+        "checkpoint": {"store": str(folder)},
+    }
     settings = {"pool": "standing", "standing_timeout_seconds": 400, **train}
     run = CampaignRun(
         config=CampaignConfig.model_validate({**named, "train": settings, **config}),
