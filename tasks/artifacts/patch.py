@@ -2,12 +2,9 @@
 
     magic | length of the header | header (JSON, zstd) | streams (zstd), in the header's order
 
-The header lists every block with a change: its tensor, its bytes in the file, their SHA-256 after the change.
-A block is its changed elements: gaps between their positions, and the differences of their bit patterns as
-integers, zigzag-coded, one stream a byte of the element. A step of reinforcement learning moves few of the
-bfloat16 weights, and those by one unit in the last place: a gap costs 6 bits and a difference 1 or 2. Where a
-quarter of a block changed, all its differences are listed and no positions. Elements are compared as
-integers: a NaN or a negative zero is a bit pattern like any other, and what is rebuilt is equal bit for bit.
+The header lists every block with a change: its tensor, its bytes in the file, their SHA-256 after the change,
+and how its changes are coded (``changes.py``): a step of reinforcement learning moves few of the bfloat16
+weights, and those by one unit in the last place. What is rebuilt is equal bit for bit.
 """
 
 import json
@@ -24,13 +21,12 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from tasks.artifacts.changes import decode, encode
 from tasks.artifacts.errors import CorruptArtifact
 
 MAGIC = b"MOEPATCH"
 BLOCK_BYTES = 16 << 20
 """Of a tensor, compared and compressed together; a thread holds a few times as much."""
-DENSE_SHARE = 0.25
-_ESCAPE = 255
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,23 +132,16 @@ def _encode(
     block: Block, old_bytes: NDArray[np.uint8], new_bytes: NDArray[np.uint8]
 ) -> tuple[dict[str, Any], list[bytes]] | None:
     """The header's entry and the compressed streams of a block; None if nothing changed in it."""
-    old, new = _elements(old_bytes, block), _elements(new_bytes, block)
-    changed = np.flatnonzero(old != new)
-    if not len(changed):
+    how, raw = encode(_elements(old_bytes, block), _elements(new_bytes, block))
+    if not raw:
         return None
-    is_dense = len(changed) > DENSE_SHARE * len(new)
-    raw: list[NDArray[np.uint8]] = []
-    if not is_dense:
-        raw.append(_pack_gaps(changed))
-        old, new = old[changed], new[changed]
-    raw += list(_zigzag(new - old).view(np.uint8).reshape(-1, block.width).T)
-    streams = [_compress(np.ascontiguousarray(part).data) for part in raw]
+    streams = [_compress(part.data) for part in raw]
     entry = {
         "tensor": block.tensor,
         "start": block.start,
         "stop": block.stop,
         "width": block.width,
-        "dense": is_dense,
+        **how,
         "sha256": sha256(new_bytes[block.start : block.stop].data).hexdigest(),
         "streams": [(len(stream), len(part)) for stream, part in zip(streams, raw, strict=True)],
     }
@@ -164,7 +153,7 @@ def _apply(
 ) -> None:
     block = Block(tensor=entry["tensor"], start=entry["start"], stop=entry["stop"], width=entry["width"])
     try:
-        _add(entry, _decompressed(entry["streams"], data, offset), _elements(out, block))
+        decode(entry, _decompressed(entry["streams"], data, offset), _elements(out, block))
         got = sha256(out[block.start : block.stop].data).hexdigest()
     except (OSError, ValueError, IndexError) as error:
         got = f"{type(error).__name__}: {error}"
@@ -183,41 +172,6 @@ def _decompressed(
         raw.append(np.frombuffer(_decompress(data[offset : offset + length], size), np.uint8))
         offset += length
     return raw
-
-
-def _add(entry: dict[str, Any], raw: list[NDArray[np.uint8]], elements: NDArray[Any]) -> None:
-    planes = np.stack(raw if entry["dense"] else raw[1:], axis=1)
-    difference = _unzigzag(np.ascontiguousarray(planes).view(elements.dtype).ravel())
-    if entry["dense"]:
-        elements += difference
-    else:
-        elements[_unpack_gaps(raw[0])] += difference
-
-
-def _zigzag(difference: NDArray[Any]) -> NDArray[Any]:
-    """Small differences of either sign become small numbers."""
-    signed = difference.view(f"<i{difference.itemsize}")
-    sign = signed >> (8 * difference.itemsize - 1)
-    return ((signed << 1) ^ sign).view(difference.dtype)
-
-
-def _unzigzag(coded: NDArray[Any]) -> NDArray[Any]:
-    return (coded >> 1) ^ (0 - (coded & 1))
-
-
-def _pack_gaps(positions: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Elements passed over before each position, base 255: so many escapes, then the rest."""
-    gaps = np.diff(positions, prepend=-1) - 1
-    escapes, rest = np.divmod(gaps, _ESCAPE)
-    packed = np.full(len(gaps) + int(escapes.sum()), _ESCAPE, np.uint8)
-    packed[np.cumsum(escapes + 1) - 1] = rest
-    return packed
-
-
-def _unpack_gaps(packed: NDArray[np.uint8]) -> NDArray[np.int64]:
-    ends = np.flatnonzero(packed != _ESCAPE)
-    escapes = np.diff(ends, prepend=-1) - 1
-    return np.cumsum(escapes * _ESCAPE + packed[ends].astype(np.int64) + 1) - 1
 
 
 def _assemble(entries: list[dict[str, Any]], size: int, body: Path, patch: Path) -> None:
