@@ -132,15 +132,19 @@ class Plan:
     """Tokens of each response."""
     is_restarted: bool
     """Whether the lost server comes back."""
+    gpus: tuple[int, int]
 
 
 def bench(config: SglangConfig, shape: dict[str, int], plan: Plan, scratch: Path, gate: Path | None) -> None:
     save_policy(scratch / "policy", shape)
-    servers = [start_server(config, scratch / "policy", scratch / str(gpu), gpu=gpu) for gpu in (0, 1)]
+    servers = [
+        start_server(config, scratch / "policy", scratch / str(index), number=index, gpu=gpu)
+        for index, gpu in enumerate(plan.gpus)
+    ]
     urls = tuple(url for _, url in servers)
     try:
-        for gpu, (server, url) in enumerate(servers):
-            await_server(server, url, scratch / str(gpu))
+        for index, (server, url) in enumerate(servers):
+            await_server(server, url, scratch / str(index))
         with routed(config, urls, scratch) as router:
             changes = {"urls": urls, "router_url": router}
             fleet = Fleet(config.model_copy(update=changes), dtype=dtype_of(config), folder=scratch)
@@ -174,14 +178,14 @@ def lose_one(
     print(f"version 2 adopted in {seconds:.1f} s: {fleet.view().describe()}", flush=True)
     run("one server")
     if plan.is_restarted:
-        restarted(servers, fleet, scratch)
+        restarted(servers, fleet, scratch, gpu=plan.gpus[1])
         run("two servers again")
 
 
-def restarted(servers: list[tuple[subprocess.Popen, str]], fleet: Fleet, scratch: Path) -> None:
+def restarted(servers: list[tuple[subprocess.Popen, str]], fleet: Fleet, scratch: Path, *, gpu: int) -> None:
     """The lost server comes back on its port, and the next version takes it in."""
     start = time.perf_counter()
-    servers[1] = start_server(fleet.config, scratch / "policy", scratch / "1", gpu=1)
+    servers[1] = start_server(fleet.config, scratch / "policy", scratch / "1", number=1, gpu=gpu)
     await_server(*servers[1], scratch / "1")
     started = time.perf_counter()
     fleet.load(scratch / "policy", 3)
@@ -208,6 +212,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=512)
     parser.add_argument("--gate", type=Path, help="measure once this file exists")
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary one")
+    parser.add_argument("--gpus", type=int, nargs=2, default=[0, 1])
     parser.add_argument("--no-restart", action="store_true", help="end when one server is left")
     options = parser.parse_args()
     config, shape = (sglang_config(), SMALL) if options.small else (large_config(), LARGE)
@@ -215,6 +220,7 @@ def main() -> None:
         num_groups=32 if options.small else options.groups,
         new=32 if options.small else 256,
         is_restarted=not options.no_restart,
+        gpus=tuple(options.gpus),
     )
     with tempfile.TemporaryDirectory() as name:
         bench(config, shape, plan, options.folder or Path(name), options.gate)

@@ -46,6 +46,8 @@ class Recorded(BaseHTTPRequestHandler):
         if state.get("is_dead"):
             return self.hang_up()
         if self.path == "/update_weights_from_disk":
+            state.setdefault("updates", []).append(body)
+            state.setdefault("running_at_update", []).append(state.get("running", 0))
             if state.get("refuses_updates"):
                 return self.reply({"success": False, "message": "torn"}, 400)
             state["version"] = state.get("claims", body["weight_version"])
@@ -60,10 +62,14 @@ class Recorded(BaseHTTPRequestHandler):
             values = [[-float(state["weights"]), token, None] for token in body["input_ids"][0]]
             return self.reply([{"meta_info": {"input_token_logprobs": values}}])
         state["generated"] = state.get("generated", 0) + 1
+        if state["generated"] in state.get("stumbles", ()):
+            return self.hang_up()
         if state.get("dies_at") == state["generated"]:
             state["is_dead"] = True
             return self.hang_up()
+        state["running"] = state.get("running", 0) + 1
         time.sleep(state.get("seconds", 0.0))
+        state["running"] -= 1
         meta = {"weight_version": state.get("lies", state["version"])}
         reason = state.get("reason", {"type": "stop", "matched": 1})
         return self.reply([answer(**meta, id=rid, finish_reason=reason) for rid in body["rid"]])

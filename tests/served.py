@@ -84,11 +84,11 @@ def dtype_of(config: SglangConfig) -> str:
 
 
 def start_server(
-    config: SglangConfig, folder: Path, scratch: Path, *, gpu: int = 0
+    config: SglangConfig, folder: Path, scratch: Path, *, number: int = 0, gpu: int = 0
 ) -> tuple[subprocess.Popen, str]:
     """A server as a worker would launch it; ``await_server`` waits until it answers."""
     scratch.mkdir(parents=True, exist_ok=True)
-    port = 20_000 + (os.getpid() * 7 + gpu) % 10_000
+    port = 20_000 + (os.getpid() * 7 + number) % 10_000
     arguments = server_arguments(
         config, model=folder, version=0, dtype=dtype_of(config), port=port, routing=False
     )

@@ -113,6 +113,7 @@ def test_a_bound_of_0_is_none_and_one_that_is_met_passes():
     ],
 )
 def test_a_bound_that_is_passed_stops_the_run_and_says_which(bound, words):
+    """Complaint 10: trainer and engine disagreed, and nobody was told."""
     with pytest.raises(MismatchError) as stop:
         require_agreement(REPORT, **{**BOUNDS, **bound})
     assert words in str(stop.value)

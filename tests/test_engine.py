@@ -134,6 +134,7 @@ def test_nucleus_logprobs_are_those_of_the_truncated_distribution(engine, case):
 
 
 def test_every_stop_id_ends_a_response_and_belongs_to_it(engine):
+    """Complaint 14."""
     free = engine.generate(REQUESTS, params(**GREEDY, stop_ids=frozenset()))
     stops = {group[0].response_ids[3] for group in free} | {1}
     cut = engine.generate(REQUESTS, params(**GREEDY, stop_ids=frozenset(stops)))
@@ -181,6 +182,7 @@ def test_a_continuation_goes_on_behind_what_was_sampled(engine, case):
 
 
 def test_another_version_is_served_in_place(case):
+    """With the prompts of the version before, whose cache must be forgotten (complaint 11)."""
     engine, (first, second) = case.engine, case.folders
     for folder, version in ((first, 7), (second, 8), (first, 9)):
         engine.load(folder, version)

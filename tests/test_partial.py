@@ -138,6 +138,7 @@ def joined(*answers: list[Completion]) -> list[dict[str, Any]]:
 
 
 def test_a_sample_names_the_version_of_each_span_and_keeps_its_first_log_probabilities_and_routing() -> None:
+    """Complaint 26: what is trained of a resumed response must have its length."""
     rows = joined(
         answer([2, 1], "stop", num_rows=3),
         answer([8, 1], "stop", num_rows=5),

@@ -55,6 +55,7 @@ def sample(engine, replies, *, max_turns=3, seeds=(5, 6, 7, 8)):
 
 
 def test_trained_ids_are_the_sampled_ids_through_tool_calls(engine):
+    """Complaint 13: a tokenizer that read its own text back gave other ids."""
     requests, groups = sample(engine, always("46"))
     reply = Chat(TOKENIZER).reply_ids("46")
     sampled = {}  # every turn the engine made, by the tokens it was conditioned on and its seed

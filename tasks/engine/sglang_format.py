@@ -6,6 +6,7 @@ it gives for a finite ``top_k``: the whole vocabulary.
 """
 
 import base64
+import math
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,13 @@ def completion(answer: dict[str, Any], *, routing_shape: tuple[int, int]) -> Com
     entries = meta["output_token_logprobs"]
     logprobs = meta.get("output_token_sampling_logprobs") or [entry[0] for entry in entries]
     ids = [entry[1] for entry in entries]
+    wrong = [index for index, value in enumerate(logprobs) if value is None or not math.isfinite(value)]
+    if wrong:
+        raise ValueError(
+            f"request {meta['id']} must have log-probabilities that are numbers, got {logprobs[wrong[0]]} at "
+            f"token {wrong[0]} of {len(ids)}. Weights of version {meta['weight_version']} are not finite, or "
+            "were changed while they were in use."
+        )
     if len(logprobs) != len(ids):
         raise ValueError(
             f"request {meta['id']} must have a log-probability for each of {len(ids)} tokens, got "
