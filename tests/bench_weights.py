@@ -77,7 +77,7 @@ CLOCK = Clock()
 CLOCK.timed(cache.Cache, "_fetch", "fetch and hash what travels")
 CLOCK.timed(cache.Cache, "_copy", "copy the base")
 CLOCK.timed(cache, "apply_patch", "apply")
-CLOCK.timed(cache, "sha256_of", "hash what was made")
+CLOCK.timed(cache, "_difference", "hash what was made")
 CLOCK.timed(sglang, "update", "SGLang reads")
 CLOCK.timed(sglang, "verify", "checks")
 

@@ -96,6 +96,7 @@ def test_a_server_that_dies_hands_its_requests_to_the_others(untied):
         groups = engine.generate(REQUESTS * 4, PARAMS)
         assert [len(group) for group in groups] == [4] * 16
         assert [address.is_out for address in engine.fleet.addresses] == [False, True]
+        assert engine.fleet.budget.size == 10, "no more on its way than the one that is left takes"
 
 
 def test_the_last_server_that_dies_ends_the_call_and_is_named(untied):
