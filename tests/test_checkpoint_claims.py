@@ -7,6 +7,8 @@ standing workers (test_standing.py), Spot (test_chaos.py, test_notices.py).
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from publishing import manifest, publish
 
@@ -115,3 +117,30 @@ def test_a_version_says_what_it_was_made_of_and_two_say_what_differs(policy_stor
     difference = diff(policy_store, 0, 1)
     assert difference["files"] == {"changed": ["weights.bin"]} and difference["is_descendant"]
     assert difference["code"] == difference["tensors"] == "equal" and difference["bytes_to_fetch"] == 9
+
+
+def test_the_report_says_what_the_newest_version_changed(policy_store):
+    """As the command does: configuration, code, data and evaluation, whatever their text is."""
+    from tasks.config import CampaignConfig
+    from tasks.reporting.difference import difference_section
+
+    configs = [
+        CampaignConfig.model_validate({"name": "unit", "train": {"learning_rate": rate}})
+        for rate in (0.5, 0.125)
+    ]
+    for version, config in enumerate(configs):
+        policy_store.put_object(f"config/{config.digest()}.json", config.model_dump_json().encode())
+        changes = {"config_digest": config.digest(), "code_revision": f"<b>{version}"}
+        policy_store.commit(manifest(policy_store, version, {}, data=cursor(48 * version), **changes))
+        score = {"exact_sampled": version + 0.25, "exact_greedy": 0.5, "reward_sampled": 0.5}
+        policy_store.put_object(f"evaluations/{version:06d}-x.json", json.dumps(score).encode())
+    html = difference_section([diff(policy_store, 0, 1)])
+    for cells in (
+        ("<code>train.learning_rate</code>", "0.5", "0.125"),
+        ("code", "&lt;b&gt;0", "&lt;b&gt;1"),
+        ("data position", "0", "48"),
+        ("exact_sampled", "0.2500", "1.2500"),
+    ):
+        assert "".join(f'<td class="l">{cell}</td>' for cell in cells) in html, (cells, html)
+    assert "data dataset" not in html and "tensors" not in html
+    assert difference_section([]) == ""

@@ -5,9 +5,10 @@ import pytest
 from tasks.artifacts.manifest import Manifest
 from tasks.artifacts.store import open_store
 from tasks.checkpoint import open_campaign, resume
+from tasks.checkpoint import publish as publish_version
 from tasks.config import CampaignConfig, with_overrides
 from tasks.experience.records import Group, WorkItem
-from tasks.records import CampaignRun
+from tasks.records import CampaignRun, Candidate
 from tasks.reporting.collect import campaign_ledger
 from tasks.session import run_buffer, run_store
 
@@ -53,6 +54,23 @@ def staleness(run, s):
 def resumed(run):
     state = resume.task_function(run)
     return [v.version for v in state.versions], state.iterations_done
+
+
+@pytest.mark.parametrize(("skipped", "is_stale"), [(0, True), (1, True), (2, False)])
+def test_a_version_whose_optimizer_stepped_and_whose_weights_did_not_move_is_refused(run, skipped, is_stale):
+    """Row 1: weights of another step were saved, and the save succeeded. Skipped steps move nothing."""
+    publish(run, 3)
+    store = run_store(run)
+    before = store.manifest(2)
+    metrics = {"steps": 2.0, "skipped_steps": float(skipped)}
+    trained = before.model_copy(update={"version": 3, "parent": 2, "iteration": 2, "metrics": metrics})
+    candidate = Candidate(manifest_json=trained.model_dump_json())
+    if is_stale:
+        with pytest.raises(RuntimeError, match="must differ from version 2 after 2 optimizer steps"):
+            publish_version.task_function(run=run, candidate=candidate)
+    else:
+        assert publish_version.task_function(run=run, candidate=candidate).version == 3
+    assert store.head().version == (2 if is_stale else 3)
 
 
 def test_a_new_campaign_has_no_versions(run):

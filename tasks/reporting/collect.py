@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tasks.artifacts.lineage import diff
 from tasks.artifacts.manifest import Manifest
 from tasks.experience.ledger import CampaignLedger, IterationLedger
 from tasks.records import CampaignRun, Evaluation, TrainBatch
@@ -23,6 +24,8 @@ class CampaignRecord:
     ledger: CampaignLedger
     batches: list[TrainBatch] = field(default_factory=list)
     """The sealed batch of each iteration, ascending."""
+    differences: list[dict[str, Any]] = field(default_factory=list)
+    """What the newest version changed: of its parent, and of the first one."""
 
     @property
     def iterations(self) -> list[Manifest]:
@@ -66,7 +69,14 @@ def collect(store: "PolicyStore", run: CampaignRun) -> CampaignRecord:
         evaluations=[evaluations[version] for version in sorted(evaluations)],
         ledger=campaign_ledger(store, run, manifests),
         batches=[_batch(store, manifest) for manifest in manifests if manifest.kind == "iteration"],
+        differences=_differences(store, manifests),
     )
+
+
+def _differences(store: "PolicyStore", manifests: list[Manifest]) -> list[dict[str, Any]]:
+    if not manifests or (parent := manifests[-1].parent) is None:
+        return []
+    return [diff(store, old, manifests[-1].version) for old in dict.fromkeys((parent, manifests[0].version))]
 
 
 def campaign_ledger(store: "PolicyStore", run: CampaignRun, manifests: list[Manifest]) -> CampaignLedger:

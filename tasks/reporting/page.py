@@ -16,6 +16,7 @@ from tasks.reporting import charts
 from tasks.reporting.agreement import agreement_section
 from tasks.reporting.charts import Line, Point
 from tasks.reporting.collect import CampaignRecord
+from tasks.reporting.difference import difference_section
 from tasks.reporting.operations import generation_section
 from tasks.reporting.rewards import ALERTS, idle_section, parts_section, truth_section
 from tasks.reporting.rollouts import rollouts_body
@@ -58,6 +59,7 @@ def html_page(record: CampaignRecord, store: "PolicyStore") -> str:
         rollouts_section(record, store),
         ledger_section(record),
         lineage_section(record.manifests),
+        difference_section(record.differences),
     ]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
