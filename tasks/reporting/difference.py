@@ -23,8 +23,8 @@ def difference_section(differences: list[dict[str, Any]]) -> str:
     return f'<section><h2>Differences</h2><p class="note">{text}</p>{"".join(tables)}</section>'
 
 
-def _rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    rows = [
+def _rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
         (f"<code>{escape(name)}</code>", _shown(old), _shown(new))
         for name, (old, new) in found["configuration"].items()
     ]
@@ -42,7 +42,7 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _data_rows(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+def _data_rows(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[tuple[str, ...]]:
     sides = [side or {} for side in (before, after)]
     names = [name for name in ("dataset", "position") if sides[0].get(name) != sides[1].get(name)]
     return [(f"data {name}", *(_shown(side.get(name, "")) for side in sides)) for name in names]
