@@ -152,3 +152,15 @@ def test_no_tokens_at_all(on):
     micro |= {"mask": none.bool(), "segment": none.long(), "length": none.long()}
     got = results(fused_policy_objective(AlgorithmConfig(), **COUNTS), (none, none), micro)
     assert got["loss"] == 0 and got["tokens"] == 0 and got["by logprob"].shape == (0, 4)
+
+
+@pytest.mark.parametrize(("kernel", "module"), [("torch", "rl.objective"), ("fused", "policy.fused_loss")])
+def test_the_configuration_chooses_what_computes_the_loss(kernel, module):
+    from tasks.config import CampaignConfig  # needs packages that the gpu tests do not
+    from tasks.policy.epoch import make_loss
+
+    config = CampaignConfig.model_validate({"train": {"backend": "nccl", "loss_kernel": kernel}})
+    counts = {"num_global_tokens": 3, "num_global_sequences": 2}
+    assert make_loss(config, "clipped_policy", **counts).__module__ == f"tasks.{module}"
+    assert make_loss(config, "supervised", **counts).__module__ == "tasks.policy.epoch"
+    assert config.train.kernels["loss"] == kernel
