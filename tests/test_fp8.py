@@ -90,6 +90,7 @@ def test_packed_scales_are_four_exponents_to_an_integer():
     assert out_TB[0].tolist() == [127 | 128 << 8 | 126 << 16 | 121 << 24, 130]
     back = (out_TB.contiguous().view(torch.uint8).int() << 23).view(torch.float32)  # as DeepGEMM unpacks it
     assert torch.equal(back[:, :5], scale_TB)
+    assert fp8.packed_scales(scale_TB[:, :4]).shape == (5, 1)
 
 
 def test_shapes_without_whole_groups_are_refused():

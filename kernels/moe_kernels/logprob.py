@@ -16,8 +16,7 @@ and the gradient of the hidden states backward.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +25,9 @@ from torch import Tensor
 
 from moe_kernels import chunks
 
-CHUNK_BYTES = 128 * 2**20
-"""Logits of a chunk; two are held at a time."""
-TILE = 128, 256
-"""Tokens and entries that a multiprocessor computes at a time in a large product."""
-BESIDE = True
+CHUNK_BYTES = 480 * 2**20
+"""Logits held at a time: large products run at a better rate than small ones. On a second stream, beside the
+next product, the elementwise passes gained nothing: a product takes every multiprocessor whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,13 +103,8 @@ class _SelectiveLogprobEntropy(torch.autograd.Function):
         first = 0 if block is None else block.start
         fold = chunks.fold_function(hidden_TD)
         kept: dict[int, Tensor] = {}
-        scale = 1 / temperature
-
-        def work(start: int, logits_TC: Tensor) -> None:
-            fold(statistics, logits_TC, ids_T, first + start, scale)
-
-        for _ in _worked(_logits(hidden_TD, weight_VD, chunk_bytes, kept, keep_bytes), work, hidden_TD):
-            pass
+        for start, logits_TC in _logits(hidden_TD, weight_VD, chunk_bytes, kept, keep_bytes):
+            fold(statistics, logits_TC, ids_T, first + start, 1 / temperature)
         if block is not None:
             statistics = statistics.joined(block.all_reduce)
         logsumexp_T, entropy_T = statistics.finish()
@@ -131,12 +123,8 @@ class _SelectiveLogprobEntropy(torch.autograd.Function):
         grad_VD = torch.empty_like(weight_VD) if needs_weight else None
         scale, first = 1 / ctx.temperature, 0 if ctx.block is None else ctx.block.start
         slopes = [grad.contiguous() for grad in grads]
-
-        def work(start: int, logits_TC: Tensor) -> None:
+        for start, logits_TC in _logits(hidden_TD, weight_VD, ctx.chunk_bytes, ctx.kept, 0):
             rewrite(logits_TC, ids_T, first + start, scale, logsumexp_T, entropy_T, *slopes)
-
-        chunked = _logits(hidden_TD, weight_VD, ctx.chunk_bytes, ctx.kept, 0)
-        for start, logits_TC in _worked(chunked, work, hidden_TD):
             end = start + logits_TC.shape[1]
             if grad_VD is not None:
                 torch.mm(logits_TC.T, hidden_TD, out=grad_VD[start:end])
@@ -150,14 +138,15 @@ class _SelectiveLogprobEntropy(torch.autograd.Function):
 def _logits(
     hidden_TD: Tensor, weight_VD: Tensor, chunk_bytes: int, kept: dict[int, Tensor], keep_bytes: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """(first entry, logits) of each chunk: kept ones handed out once, others in two buffers by turns.
+    """(first entry, logits) of each chunk: kept ones handed out once, others in a buffer they all share.
 
     The first chunks, as far as ``keep_bytes`` goes, are added to ``kept``.
     """
     num_tokens, vocab_size = hidden_TD.shape[0], weight_VD.shape[0]
     row_bytes = max(num_tokens, 1) * hidden_TD.element_size()
-    width = min(_chunk_width(hidden_TD, chunk_bytes // row_bytes), vocab_size)
-    buffers: list[Tensor] = []
+    # whole tiles of the matrix product, and never so few columns that the weights are read at a loss
+    width = min(max(chunk_bytes // row_bytes // 256, 1) * 256, vocab_size)
+    buffer: Tensor | None = None
     for start in range(0, vocab_size, width):
         part_CD = weight_VD[start : start + width]
         end = start + part_CD.shape[0]
@@ -167,63 +156,10 @@ def _logits(
         if end * row_bytes <= keep_bytes:
             logits_TC = kept[start] = hidden_TD.new_empty(num_tokens, part_CD.shape[0])
         else:
-            # the one that was used last but one
-            buffers.append(buffers.pop(0) if len(buffers) == 2 else hidden_TD.new_empty(num_tokens * width))
-            logits_TC = buffers[-1][: num_tokens * part_CD.shape[0]].view(num_tokens, -1)
+            buffer = hidden_TD.new_empty(num_tokens * width) if buffer is None else buffer
+            logits_TC = buffer[: num_tokens * part_CD.shape[0]].view(num_tokens, part_CD.shape[0])
         torch.mm(hidden_TD, part_CD.T, out=logits_TC)
         yield start, logits_TC
-
-
-def _chunk_width(hidden_TD: Tensor, limit: int) -> int:
-    """At most ``limit`` entries (or the fewest worth a product), so that its tiles fill whole waves.
-
-    On CUDA a product gives each multiprocessor a tile at a time; a last wave of a few costs a whole one.
-    """
-    widest = max(limit // TILE[1], 1)
-    if hidden_TD.is_cuda:
-        at_once = torch.cuda.get_device_properties(hidden_TD.device).multi_processor_count
-        rows = -(-hidden_TD.shape[0] // TILE[0])
-
-        def share_used(columns: int) -> tuple[float, int]:
-            return rows * columns / (-(-rows * columns // at_once) * at_once), columns
-
-        widest = max(range(-(-widest // 2), widest + 1), key=share_used)
-    return widest * TILE[1]
-
-
-def _worked(
-    chunked: Iterator[tuple[int, Tensor]], work: Callable[[int, Tensor], None], x: Tensor
-) -> Iterator[tuple[int, Tensor]]:
-    """Chunks after ``work`` on each; on CUDA it runs beside the product of the next chunk.
-
-    ``work`` is bound by memory and the products by arithmetic. A chunk is handed on when the next one's
-    product is on its way, so whoever takes it may go on with products of its own.
-    """
-    if not x.is_cuda or not BESIDE:
-        for start, logits_TC in chunked:
-            work(start, logits_TC)
-            yield start, logits_TC
-        return
-    main = torch.cuda.current_stream(x.device)
-    side = _side_stream(x.device)
-    waiting: tuple[int, Tensor, Any] | None = None
-    for start, logits_TC in chunked:
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            work(start, logits_TC)
-        done = side.record_event()
-        if waiting is not None:
-            main.wait_event(waiting[2])
-            yield waiting[:2]
-        waiting = start, logits_TC, done
-    if waiting is not None:
-        main.wait_event(waiting[2])
-        yield waiting[:2]
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # its short programs go before a product's
 
 
 def _add_product(total_TD: Tensor, dlogits_TC: Tensor, weight_CD: Tensor) -> None:

@@ -167,7 +167,7 @@ def _store_token_sums(row, is_trained, loss, entropy, is_clipped, from_behavior,
     tl.store(row + 0, tl.sum(is_trained.to(loss.dtype), axis=0))
     tl.store(row + 1, tl.sum(tl.where(is_trained, loss, 0.0), axis=0))
     tl.store(row + 2, tl.sum(entropy, axis=0))
-    tl.store(row + 3, tl.sum((is_clipped & is_trained).to(loss.dtype), axis=0))
+    tl.store(row + 3, tl.sum(is_clipped.to(loss.dtype), axis=0))
     tl.store(row + 4, tl.sum(-from_behavior, axis=0))
     tl.store(row + 5, tl.sum(tl.exp(from_behavior) - 1.0 - from_behavior, axis=0))
     tl.store(row + 8, tl.sum(tl.where(is_trained, total, 0.0), axis=0))
