@@ -2,16 +2,12 @@
 
 import hashlib
 import time
-from typing import TYPE_CHECKING
 
 from flytekit import task
 
 from tasks import placement
 from tasks.records import CampaignRun, PolicyVersion, ScoreReport, TrainBatch, WorkerThroughput
 from tasks.session import batch_name, find_sealed, run_buffer, run_store, say
-
-if TYPE_CHECKING:
-    import polars as pl
 
 
 @task(**placement.MEMORY.task_arguments())
@@ -68,7 +64,8 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
             for name, share in shares.items()
         },
     )
-    _require_signal(train, rejected, iteration)
+    if not len(train):
+        _require_all_right(scores, rejected, iteration)
     store.put_object(batch.key, payload)
     store.put_object(f"{name}.json", batch.model_dump_json().encode())
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(rejected.items()) if count) or "none"
@@ -97,11 +94,13 @@ def _stage_seconds(scores: ScoreReport, assemble_seconds: float) -> dict[str, fl
     }
 
 
-def _require_signal(train: "pl.DataFrame", rejected: dict[str, int], iteration: int) -> None:
-    if not len(train):
+def _require_all_right(scores: ScoreReport, rejected: dict[str, int], iteration: int) -> None:
+    """Nothing to train is well if nothing is left to learn: the next version is this one again."""
+    if scores.exact_share < 1:
         raise RuntimeError(
             f"iteration {iteration}: at least one group must have differing rewards, got none: {rejected}. "
             "Every sample of every prompt earned the same reward, so there is nothing to learn from: make "
             "the task easier or harder, raise rollout.group_size or rollout.temperature, or warm-start "
             "longer."
         )
+    say("assemble", "every sample is right, nothing is left to learn: make it harder", iteration=iteration)
