@@ -64,8 +64,7 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
             for name, share in shares.items()
         },
     )
-    if not len(train):
-        _require_all_right(scores, rejected, iteration)
+    _require_signal(batch, scores)
     store.put_object(batch.key, payload)
     store.put_object(f"{name}.json", batch.model_dump_json().encode())
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(rejected.items()) if count) or "none"
@@ -94,13 +93,15 @@ def _stage_seconds(scores: ScoreReport, assemble_seconds: float) -> dict[str, fl
     }
 
 
-def _require_all_right(scores: ScoreReport, rejected: dict[str, int], iteration: int) -> None:
+def _require_signal(batch: TrainBatch, scores: ScoreReport) -> None:
     """Nothing to train is well if nothing is left to learn: the next version is this one again."""
-    if scores.exact_share < 1:
+    if not batch.num_samples and scores.exact_share < 1:
         raise RuntimeError(
-            f"iteration {iteration}: at least one group must have differing rewards, got none: {rejected}. "
-            "Every sample of every prompt earned the same reward, so there is nothing to learn from: make "
-            "the task easier or harder, raise rollout.group_size or rollout.temperature, or warm-start "
-            "longer."
+            f"iteration {batch.iteration}: at least one group must have differing rewards, got none: "
+            f"{batch.rejected}. Every sample of every prompt earned the same reward, so there is nothing to "
+            "learn from: make the task easier or harder, raise rollout.group_size or rollout.temperature, or "
+            "warm-start longer."
         )
-    say("assemble", "every sample is right, nothing is left to learn: make it harder", iteration=iteration)
+    if not batch.num_samples:
+        text = "every sample is right, nothing is left to learn: make the task harder"
+        say("assemble", text, iteration=batch.iteration)
