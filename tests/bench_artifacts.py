@@ -1,5 +1,6 @@
 """What publishing a version costs. Each part prints a table; none asserts.
 
+    python tests/bench_artifacts.py                            the first three, small, in two or three minutes
     python tests/bench_artifacts.py steps                      bytes a step ships, 1-GiB models, lr 1e-6
     python tests/bench_artifacts.py stall --gb 10              standstill of the trainer a snapshot
     python tests/bench_artifacts.py server                     the store against the client it uses
@@ -258,7 +259,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("part", choices=["steps", "stall", "server", "campaign"])
+    parser.add_argument("part", nargs="?", choices=["steps", "stall", "server", "campaign"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--scale", type=float, default=1.0, help="GiB of the models of `steps`")
     parser.add_argument("--kinds", nargs="+", choices=["dense", "moe"], default=["dense", "moe"])
@@ -274,11 +275,18 @@ def main() -> None:
     parser.add_argument("--campaign", default="laptop")
     options = parser.parse_args()
     where = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "CPU"
-    print(f"{options.part}: {where}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n")
+    print(f"{options.part or 'small'}: {where}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n")
     parts = {
         "steps": bench_steps, "stall": bench_stall, "server": bench_server, "campaign": bench_campaign,
     }  # fmt: skip
-    parts[options.part](options)
+    if options.part:
+        parts[options.part](options)
+        return
+    options.scale, options.steps, options.tokens, options.gb, options.mb = 0.25, 4, 1024, 1.0, 96
+    options.rounds = options.reads = 3
+    for run in (bench_server, bench_steps, bench_stall):
+        run(options)
+        print()
 
 
 if __name__ == "__main__":
