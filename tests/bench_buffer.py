@@ -266,7 +266,7 @@ def main() -> None:
             f"{PRODUCERS} producers, {CONSUMERS} consumers, medians of {options.rounds} rounds"
         )
         print(f"  sample  {'way':<23} {'samples/s MB/s':>15}  of floor: speed, CPU   CPU us: server, clients")
-        for size, rates in ((8 << 10, (6000, 150)), (256 << 10, (400, 100))):
+        for size, rates in ((8 << 10, (12000, 150)), (256 << 10, (800, 100))):
             compare(url, folder, size, rates, seconds=options.seconds, rounds=options.rounds)
         median, worst, rate, cpu = renewal(url)
         print(
