@@ -5,13 +5,17 @@
 The same policy, and prompts of 128 random tokens with 256 new ones each, log-probabilities returned:
 SGLang's client at several numbers of requests on their way; the engine, one call; and the worker loop on a
 real queue, from the first lease to the last settled portion, with rewards that cost nothing. A round runs
-each once; the ratio is the median over rounds of the ratio within a round.
+each once; the ratio is the median over rounds of the ratio within a round. The last column is this process's
+CPU time a sample (SGLang's client runs in another). ``--canned`` measures the clients without a server that
+takes time.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -33,6 +37,7 @@ from served import (
     worker_loop,
 )
 
+from tasks.embedded.process import HOST
 from tasks.embedded.valkey import ensure_valkey
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sglang import OVERCOMMIT, Fleet, SglangEngine
@@ -143,22 +148,37 @@ def compare(fleet: Fleet, client: TheirClient, valkey: str, plan: Plan) -> None:
     engine_call(engine, limit, params)  # graphs, caches and connections
     client.run(limit, new, concurrency=ours)
     rates: dict[str, list[float]] = {name: [] for name in ways}
+    costs: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(plan.rounds):
         names = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
         for name in names:
+            before = cpu_seconds(os.getpid()) + cpu_seconds(client.process.pid)
             rates[name].append(ways[name]())
+            after = cpu_seconds(os.getpid()) + cpu_seconds(client.process.pid)
+            costs[name].append((after - before) / num_prompts * 1e3)
         print({name: round(values[-1]) for name, values in rates.items()}, flush=True)
     same = f"SGLang's client, {ours} at once"
     best = max(list(ways)[:2], key=lambda name: statistics.median(rates[name]))
     print(f"{num_prompts} prompts, {new} new tokens, {plan.rounds} rounds; SGLang's best: {best}")
-    print("| way | tokens/s | of SGLang's client, same concurrency | of its best |\n|---|---|---|---|")
+    print("| way | tokens/s | of SGLang's client, same concurrency | of its best | CPU ms a sample |")
     for name, values in rates.items():
-        ratios = [
+        of_same, of_best = (
             statistics.median(a / b for a, b in zip(values, rates[of], strict=True)) for of in (same, best)
-        ]
-        print(
-            f"| {name} | {statistics.median(values):,.0f} | {ratios[0]:.3f} | {ratios[1]:.3f} |", flush=True
         )
+        rate, cost = statistics.median(values), statistics.median(costs[name])
+        print(f"| {name} | {rate:,.0f} | {of_same:.3f} | {of_best:.3f} | {cost:.2f} |", flush=True)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and its threads so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def start_canned() -> tuple[subprocess.Popen, str]:
+    port = 20_000 + os.getpid() % 10_000
+    command = [sys.executable, str(Path(__file__).with_name("canned_sglang.py")), "--port", str(port)]
+    return subprocess.Popen([*command, "--tokens", "256"]), f"http://{HOST}:{port}"
 
 
 def main() -> None:
@@ -167,23 +187,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--gate", type=Path, help="measure once this file exists")
+    parser.add_argument(
+        "--canned", action="store_true", help="the clients alone: no model, 256 tokens a sample"
+    )
     parser.add_argument("--url", help="a server that serves --policy already")
     parser.add_argument("--policy", type=Path)
     options = parser.parse_args()
     config = sglang_config() if options.small else large_config()
+    if options.canned:
+        config = config.model_copy(update={"max_running_requests": 256})
     plan = Plan(
         rounds=options.rounds,
-        num_prompts=64 if options.small else options.prompts,
-        new=32 if options.small else 256,
+        num_prompts=64 if options.small and not options.canned else options.prompts,
+        new=32 if options.small and not options.canned else 256,
     )
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         if options.url:
             throughput(config, options.url, options.policy, scratch, plan, gate=options.gate)
             return
-        size = save_policy(scratch / "policy", SMALL if options.small else LARGE)
+        size = save_policy(scratch / "policy", SMALL if options.small or options.canned else LARGE)
         start = time.perf_counter()
-        server, url = start_server(config, scratch / "policy", scratch)
+        server, url = start_canned() if options.canned else start_server(config, scratch / "policy", scratch)
         try:
             await_server(server, url, scratch)
             print(f"{size:.1f} GB, server started in {time.perf_counter() - start:.0f} s", flush=True)

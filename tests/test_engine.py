@@ -34,9 +34,11 @@ class Case:
     folders: list[Path]
     """Of version 7 and its successor."""
     atol: float
-    """By which log-probabilities may differ from the trainer's: 1e-6 was measured in float32 on CPUs, 2e-4
-    with SGLang's kernels on an H200, and the bounds are what a policy ratio could feel. bfloat16 rounds
-    logits of up to 8 to 2**-6, and the logits are sums of values that were rounded alike."""
+    """By which log-probabilities may differ from the trainer's: 1e-6 was measured in float32 on CPUs, and
+    with SGLang's kernels on an H200 2e-4, once 2.2e-3: a near tie of the router that falls the other way
+    moves these policies by up to 6e-3, and one decision in a hundred is near to 1e-3. The bounds are what a
+    policy ratio could feel. bfloat16 rounds logits of up to 8 to 2**-6, and the logits are sums of values
+    that were rounded alike."""
 
 
 @pytest.fixture(
@@ -54,7 +56,7 @@ def case(request, tmp_path_factory):
     # of what is rounded; at 8 it has two thirds of the probability, so that samples still differ
     shape = {"sharpness": 1.0, "head_dim": 16} if dtype == "float32" else {"sharpness": 8.0, "head_dim": 64}
     folders = [save_tiny_policy(root / str(seed), family=family, seed=seed, **shape) for seed in (0, 1)]
-    exact = 1e-3 if kind == "sglang" and torch.cuda.is_available() else 1e-4
+    exact = 1e-2 if kind == "sglang" and torch.cuda.is_available() else 1e-4
     return Case(engine, folders, exact if dtype == "float32" else 0.1)
 
 

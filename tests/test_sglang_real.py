@@ -119,8 +119,8 @@ def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, tmp
         changes = {"urls": urls, "router_url": f"http://{HOST}:{port}", "startup_seconds": 60.0}
         fleet = Fleet(config.model_copy(update=changes), dtype=dtype, folder=tmp_path)
         engine = fleet.view()
-        engine.load(folder, 1)
         wait_for_router(f"http://{HOST}:{port}", tmp_path / "router.log")
+        engine.load(folder, 1)
         long = SamplingParams(max_new_tokens=200, temperature=1.0, top_p=1.0, stop_ids=frozenset())
         timer = threading.Timer(1.0, kill_server, (tmp_path / "a",))
         timer.start()
