@@ -190,6 +190,7 @@ def restarted(servers: list[tuple[subprocess.Popen, str]], fleet: Fleet, scratch
     started = time.perf_counter()
     fleet.load(scratch / "policy", 3)
     loaded = time.perf_counter()
+    await_router(fleet.config.router_url, scratch / "router.log")
     print(f"started in {started - start:.0f} s, version 3 adopted in {loaded - started:.1f} s", flush=True)
 
 

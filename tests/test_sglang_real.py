@@ -44,14 +44,18 @@ def kill_server(folder):
         os.kill(int(pid), signal.SIGKILL)
 
 
+def workers_of(url):
+    with urllib.request.urlopen(f"{url}/workers", timeout=5) as response:
+        return json.load(response)["workers"]
+
+
 def wait_for_router(url, log):
     """Until it has met both of its workers."""
     end = time.monotonic() + 120
     while time.monotonic() < end:
         try:
-            with urllib.request.urlopen(f"{url}/workers", timeout=5) as response:
-                if len(json.load(response)["workers"]) == 2:
-                    return
+            if len(workers_of(url)) == 2:
+                return
         except OSError:
             pass
         time.sleep(0.5)
@@ -129,6 +133,14 @@ def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, tmp
         assert not sglang_server.answers(urls[0]), (
             "one was lost; the router or the client asked the other again"
         )
+        assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
+        engine.load(folder, 2)
+        assert "1 of 2 attached" in engine.describe()
+        assert len(workers_of(fleet.config.router_url)) == 1, "the router was told"
+        assert servers[0].start(served, 0) == urls[0]
+        engine.load(folder, 3)
+        assert "2 of 2 attached" in engine.describe()
+        wait_for_router(fleet.config.router_url, tmp_path / "router.log")  # it asks the new one first
         assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
     finally:
         router.terminate()

@@ -181,7 +181,7 @@ class Fleet:
 
     async def _take_out(self, address: Address, reason: str) -> None:
         """Its requests go to the others; the next version asks it again, or restarts it if it is ours."""
-        if not address.is_out:
+        if reason != address.reason:
             say("engine", f"out of service: {reason}")
         address.reason = reason
         self._fit_budget()

@@ -142,7 +142,7 @@ class Client:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         method = "GET" if body is None else "POST"
         async with self.session.request(method, url, json=body, timeout=timeout) as response:
-            if response.status != 200:
+            if not response.ok:
                 text = (await response.text())[:500]
                 raise SglangError(f"{url} answered {response.status}: {text}")
             if response.content_type != "application/json":
