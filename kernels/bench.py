@@ -148,7 +148,8 @@ def logprob_inputs(width: int) -> tuple[list[list[Tensor]], list[Tensor]]:
 def bench_logprob(width: int, card: Card, others: Mapping[str, Callable[..., Any]]) -> None:
     inputs, slopes = logprob_inputs(width)
     ours = partial(selective_logprob_entropy, temperature=1.0)
-    others = {"eager float32": partial(reference.selective_logprob_entropy, temperature=1.0), **others}
+    if others:
+        others = {"eager float32": partial(reference.selective_logprob_entropy, temperature=1.0), **others}
     product = 2.0 * T * V * width
     with torch.no_grad():
         line(
@@ -334,18 +335,20 @@ def ceilings() -> Card:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parts: dict[str, Callable[[Card], None]] = {
-        "logprob": lambda card: bench_logprob(2048, card, peers.logprob_peers()),
+        "logprob": lambda card: bench_logprob(2048, card, {} if is_alone else peers.logprob_peers()),
         "experts": bench_experts,
         "rows": partial(bench_rows, 2048),
         "swiglu": bench_swiglu,
         "fp8": partial(bench_fp8, 2048),
         "norm": partial(bench_norm, 2048),
         "loss": bench_loss,
-        "wide": lambda card: bench_logprob(7168, card, peers.logprob_peers()),
+        "wide": lambda card: bench_logprob(7168, card, {} if is_alone else peers.logprob_peers()),
         "profile": lambda card: profile(),
     }
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
-    names = parser.parse_args().only
+    parser.add_argument("--alone", action="store_true", help="without log-probabilities by others")
+    options = parser.parse_args()
+    names, is_alone = options.only, options.alone
     card = ceilings()
     for name in names:
         parts[name](card)
