@@ -20,10 +20,7 @@ def gather_rows(x_TD: Tensor, slot_TK: Tensor, num_copies: int) -> Tensor:
     out_PD = x_TD.new_empty(num_copies, width)
     if num_rows:
         grid = (num_rows, triton.cdiv(width, BLOCK))
-        _gather_kernel[grid](
-            x_TD.contiguous(), slot_TK, out_PD, width, num_places,
-            PLACES=triton.next_power_of_2(num_places), BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
+        _gather_kernel[grid](x_TD.contiguous(), slot_TK, out_PD, width, num_places, BLOCK=BLOCK, num_warps=4)
     return out_PD
 
 
@@ -37,16 +34,13 @@ def sum_rows(y_PD: Tensor, slot_TK: Tensor) -> Tensor:
 
 
 @triton.jit
-def _gather_kernel(x, slots, out, width, num_places: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr):
+def _gather_kernel(x, slots, out, width, num_places: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = column < width
-    # all slots before the first store: a later load would wait for it, as the two might overlap
-    number = tl.arange(0, PLACES)
-    slot_of = tl.load(slots + row * num_places + number, mask=number < num_places, other=-1)
     value = tl.load(x + row * width + column, mask=is_in)
     for place in tl.static_range(num_places):
-        slot = tl.sum(tl.where(number == place, slot_of, 0), axis=0)
+        slot = tl.load(slots + row * num_places + place)
         tl.store(out + slot * width + column, value, mask=is_in & (slot >= 0))
 
 
