@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 1 tests/test_standing_trainer.py RUN.json
 
-makes the same versions with a trainer of one update each, one after the other in one process.
+makes the same versions with a trainer of one update each, one after the other in one process; with the
+numbers of updates whose batch is empty, with one trainer that stays.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -21,7 +23,7 @@ from test_update import ROOT, TINY, train_batch
 from tasks.artifacts.manifest import Blob, Manifest
 from tasks.config import CampaignConfig
 from tasks.policy.pool import REQUEST, await_candidate, find_request
-from tasks.records import CampaignRun
+from tasks.records import CampaignRun, TrainBatch
 from tasks.session import open_store, run_store
 
 SINGLE = {"topology": "single_1x1", "ep": 1, "dispatcher": "local"}
@@ -67,11 +69,11 @@ def start_trainer(run: CampaignRun, folder: Path) -> subprocess.Popen[str]:
     return torchrun(run, "-m", "tasks.policy.standing", "--config", str(file))
 
 
-def one_by_one(run: CampaignRun, folder: Path) -> list[str]:
-    """Tensor digests of the versions that trainers of one update make."""
+def in_one_process(run: CampaignRun, folder: Path, *empty: str) -> list[str]:
+    """Tensor digests of the versions that the program below makes."""
     job = folder / "run.json"
     job.write_text(run.model_dump_json())
-    process = torchrun(run, __file__, str(job))
+    process = torchrun(run, __file__, str(job), *empty)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output[-6000:]
     return [run_store(run).manifest(number).tensor_digest for number in range(NUM_UPDATES + 1)]
@@ -97,10 +99,30 @@ def test_a_standing_trainer_makes_the_same_versions_and_reads_no_weights_back(tr
     assert len(set(digests)) == NUM_UPDATES
     (tmp_path / "again").mkdir()
     other = make_run(tmp_path / "again/store", train)
-    assert one_by_one(other, tmp_path / "again")[1:] == digests
+    assert in_one_process(other, tmp_path / "again")[1:] == digests
     pulled = {path.name[:12]: path for path in (tmp_path / "standing/cache" / run.campaign).iterdir()}
     with_weights = [int(number) for number, path in pulled.items() if list(path.glob("*.safetensors"))]
     assert with_weights == [0] and len(pulled) == NUM_UPDATES, "version 0 is loaded, the others are in memory"
+
+
+def empty_batch(run: CampaignRun, iteration: int) -> TrainBatch:
+    from tasks.schema import TrainFrame, make_frame, to_bytes
+
+    payload = to_bytes(make_frame([], TrainFrame))
+    run_store(run).put_object("batches/empty.arrow", payload)
+    changes = {"key": "batches/empty.arrow", "sha256": hashlib.sha256(payload).hexdigest(), "num_samples": 0}
+    return train_batch(run, iteration, iteration).model_copy(update=changes)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("leave_servers")
+def test_an_empty_batch_leaves_a_fully_sharded_policy_as_it_is(tmp_path):
+    """A pass that only reads leaves FSDP's gathered parameters in place, to which no moments belong."""
+    correction = {"proximal": "recomputed", "weight": "truncate", "high": 2.0}
+    train = {**SINGLE, "compute_dtype": "bfloat16", "freeze_router": True}
+    run = make_run(tmp_path / "store", train, algorithm={"correction": correction})
+    _, first, second, third = in_one_process(run, tmp_path, "1")
+    assert first == second != third
 
 
 @pytest.mark.usefixtures("leave_servers")
@@ -164,10 +186,11 @@ if __name__ == "__main__":
     from tasks.policy.update import process_group, update_on_ranks
 
     job = CampaignRun.model_validate_json(Path(sys.argv[1]).read_text())
-    where = run_store(job)
+    where, empty = run_store(job), {int(number) for number in sys.argv[2:]}
+    stays = Resident()
     with process_group(job.config):
         for number in range(NUM_UPDATES):
-            parent = where.reference(number)
-            sealed = train_batch(job, number, number)
-            made = update_on_ranks(job, sealed, parent, Resident())
+            sealed = empty_batch(job, number) if number in empty else train_batch(job, number, number)
+            keeps = stays if empty else Resident()
+            made = update_on_ranks(job, sealed, where.reference(number), keeps)
             where.commit(Manifest.model_validate(json.loads(made.manifest_json)))

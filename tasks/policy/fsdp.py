@@ -56,6 +56,13 @@ def shard_parameters(model: PreTrainedModel, mesh: ParallelMesh, *, compute_dtyp
             module.set_force_sum_reduction_for_comms(True)  # without it a factor of 1 is still a scaled sum
 
 
+def reshard_parameters(model: nn.Module) -> None:
+    """Let go of whole parameters that a forward pass without a backward one leaves in their shards' place."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def is_fully_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 

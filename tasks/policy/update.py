@@ -30,7 +30,7 @@ from tasks.policy.beside import Bench, update_critic, with_other_versions, with_
 from tasks.policy.context import split_context
 from tasks.policy.dispatch import Dispatcher
 from tasks.policy.epoch import Trainee, train
-from tasks.policy.fsdp import is_fully_sharded
+from tasks.policy.fsdp import is_fully_sharded, reshard_parameters
 from tasks.policy.libraries import nccl_warnings, record_nccl_log
 from tasks.policy.mesh import ParallelMesh
 from tasks.policy.model import Head, load_policy
@@ -195,6 +195,7 @@ def _stored(
     clock: "_Clock",
 ) -> StoredShards:
     """Weights and optimizer state, stored on all ranks."""
+    reshard_parameters(trainee.model)  # a batch without a step was read and not trained
     fetch_moments(trainee.optimizer)
     with ShardUpload(store, trainee.mesh, arena, full_every=config.checkpoint.full_every) as upload:
         dtype = getattr(torch, config.model.dtype)
@@ -355,6 +356,8 @@ def _say(batch: TrainBatch, metrics: dict[str, float], clock: _Clock, means: dic
     if batch.objective == "clipped_policy" and "kl_k3" in metrics:
         text += f"KL {metrics['kl_k3']:.4f}, entropy {metrics['entropy']:.3f}, "
         text += f"clipped {metrics['clip_share']:.1%}, "
+    if "mismatch/k3" in metrics:
+        text += f"engine k3 {metrics['mismatch/k3']:.4f}, largest {metrics['mismatch/max']:.3f}, "
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
     iteration = batch.iteration if batch.iteration >= 0 else None
     used = f"{means['dispatcher']}; kernels: {means['kernels']}"
