@@ -175,12 +175,13 @@ def check_overflow(rank: int, world_size: int, folder: Path) -> None:
     sent = dispatcher.dispatch(torch.ones(2, 1), number, weight, 2)  # 4 rows on rank 0: exactly the room
     assert sent.x_RD.shape[0] == 4 and int(sent.handle.rows.status[3]) == 1
     dispatcher.combine(sent.x_RD, sent.handle)
-    number, weight = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    x_TD = torch.ones(3 - rank, 1)  # one more
+    number, weight = torch.zeros(3 - rank, 1, dtype=torch.int64), torch.ones(3 - rank, 1)
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"must fit nvlink.capacity"):
-            dispatcher.dispatch(torch.ones(3, 1), number, weight, 2)
+            dispatcher.dispatch(x_TD, number, weight, 2)
     else:
-        dispatcher.dispatch(torch.ones(3, 1), number, weight, 2)
+        dispatcher.dispatch(x_TD, number, weight, 2)
 
 
 def test_more_rows_than_fit_end_the_run_and_as_many_as_fit_do_not(tmp_path):

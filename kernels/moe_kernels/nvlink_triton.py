@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_kernels.nvlink import Buffers, Rows
 
-CELLS, CHUNK, COPY = 1024, 4096, 4096
+CELLS, CHUNK, COPY, STAGE_WARPS = 1024, 8192, 8192, 8
 NUM_SMS = 132
 
 
@@ -65,7 +65,7 @@ def stage(
             own_ND, buffers.expert_NK.views[rank], buffers.ordinal_NK.views[rank],
             buffers.weight_NK.views[rank], buffers.count_C.views[rank],
             num_tables, num_experts, num_tokens, num_cells, num_elements,
-            CELLS=CELLS, CHUNK=CHUNK, COPY=COPY, num_warps=4,
+            CELLS=CELLS, CHUNK=CHUNK, COPY=COPY, num_warps=STAGE_WARPS,
         )  # fmt: skip
 
 

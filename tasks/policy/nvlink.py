@@ -105,9 +105,7 @@ class NVLinkDispatcher:
         check_inputs(x_TD, expert_TK, weight_TK)
         self._check(x_TD, expert_TK, num_experts)
         route = _Route(expert_TK=expert_TK.contiguous(), num_experts=num_experts)
-        # a missing selection's weight may be anything, and must come back as no gradient
-        known_TK = torch.where(expert_TK >= 0, weight_TK, 0).float().contiguous()
-        x_PD, weight_P = _Dispatch.apply(self, route, x_TD.contiguous(), known_TK)
+        x_PD, weight_P = _Dispatch.apply(self, route, x_TD.contiguous(), weight_TK.float().contiguous())
         return Dispatched(
             x_RD=x_PD,
             expert_RK=route.rows.expert_P[:, None],
