@@ -68,7 +68,7 @@ def draw(hidden: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def to_expert_order(sent: Any, num_experts: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Rows by expert, and their way back to the rows as they arrived; nothing to do where they came so."""
-    if sent.end_e is not None:
+    if sent.groups is not None:
         return sent.x_RD, lambda y_PD: y_PD
     kept: list[Any] = []
 

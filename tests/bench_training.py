@@ -37,14 +37,16 @@ from tasks.policy.nvlink import make_nvlink
 
 PEAK_FLOPS = 989e12
 FUSED = ["local+logprob", "local+logprob+experts", "local+all", "local+all+keep"]
-EXCHANGES = [
-    f"{name}{fused}"
-    for name in ("all_to_all", "deepep", "nvlink", "nvlink_fixed")
-    for fused in ("", "+all", "+all+keep")
-]
+DISPATCHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all_to_all": ("all_to_all", {}),
+    "deepep": ("deepep", {}),
+    "deepep_expanded": ("deepep", {"layout": "expanded"}),
+    "nvlink": ("nvlink", {}),
+    "nvlink_fixed": ("nvlink", {"capacity": 1.5}),
+}
+"""With several ranks. The last has room for 1.5 even shares of rows, and its host never waits."""
+EXCHANGES = [f"{name}{fused}" for name in DISPATCHERS for fused in ("", "+all", "+all+keep")]
 KEEP_BYTES = 5 * 2**30
-FIXED_ROWS = 1.5
-"""Room for received rows under "nvlink_fixed", in even shares; the host then waits for no count."""
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
 SHAPE = {
@@ -81,18 +83,20 @@ def build(path: str, mesh) -> Qwen3MoeForCausalLM:
 
 
 @functools.cache  # a model's buffer serves the next one as well
-def open_dispatcher(name: str, group: dist.ProcessGroup, **settings: Any) -> Dispatcher:
+def open_dispatcher(path: str, group: dist.ProcessGroup) -> Dispatcher:
+    name, options = DISPATCHERS[path]
+    settings = {"max_tokens": ROWS * LENGTH, **options}
+
     def build(group: dist.ProcessGroup) -> Dispatcher:
         shape = ExchangeShape(
             hidden=SHAPE["hidden_size"], num_topk=SHAPE["num_experts_per_tok"], deterministic=False,
             timeout_seconds=120,
         )  # fmt: skip
-        if name == "deepep":
-            return make_deepep(group, DeepEPConfig(max_tokens=ROWS * LENGTH, **settings), shape)
-        capacity = FIXED_ROWS if name == "nvlink_fixed" else 0.0
-        return make_nvlink(group, NVLinkConfig(max_tokens=ROWS * LENGTH, capacity=capacity), shape)
+        if name == "nvlink":
+            return make_nvlink(group, NVLinkConfig.model_validate(settings), shape)
+        return make_deepep(group, DeepEPConfig.model_validate(settings), shape)
 
-    return make_dispatcher("nvlink" if name == "nvlink_fixed" else name, group, build)  # type: ignore[arg-type]
+    return make_dispatcher(name, group, build)  # type: ignore[arg-type]
 
 
 def exchange_ms(dispatcher: Dispatcher, repeats: int = 20) -> dict[str, float]:

@@ -5,6 +5,7 @@ Whether the library does what that reference does is for ``test_exchange_gpu.py`
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -15,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange import CASES, Setting, run_case
+from families import tiny_policy, token_ids
 from moe_kernels.fp8 import dequant_fp8_1x128, quant_fp8_1x128
 from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from tasks.deepep_config import DeepEPConfig
 from tasks.policy import deepep
@@ -29,6 +32,8 @@ from tasks.policy.deepep import (
     load_library,
     make_deepep,
 )
+from tasks.policy.dispatch import AllToAllDispatcher
+from tasks.policy.experts import attach_dispatcher, take_expert_load
 
 BFLOAT16 = Setting(dtype=torch.bfloat16, hidden=128, num_experts=8, num_selected=3)
 SHAPE = ExchangeShape(hidden=128, num_topk=3, deterministic=False, timeout_seconds=600)
@@ -117,6 +122,34 @@ def test_rows_that_pad_an_experts_group_have_no_expert():
     assert expert_R1[:3].flatten().tolist() == [0, 0, 0]
     assert (expert_R1[3:128] == -1).all() and (expert_R1[128:] == 2).all()
     assert expanded_experts(torch.zeros(4, dtype=torch.int32), 0).shape == (0, 1)
+
+
+def test_groups_of_the_expanded_layout_take_in_their_padding_and_do_not_count_it():
+    groups = deepep.expanded_groups(torch.tensor([3, 128, 256], dtype=torch.int32))
+    assert groups.end_e.tolist() == [128, 128, 256] and groups.count_e.tolist() == [3, 0, 128]
+
+
+def gradients(model: PreTrainedModel, rank: int) -> dict[str, torch.Tensor]:
+    model(input_ids=token_ids(rank)).logits.float().square().mean().backward()
+    return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_policy(rank: int, world_size: int, settings: dict[str, Any], model: PreTrainedModel) -> None:
+    other = copy.deepcopy(model)
+    attach_dispatcher(other, AllToAllDispatcher(dist.group.WORLD))
+    attach_dispatcher(model, open_dispatcher(max_tokens=64, **settings))
+    expected, got = gradients(other, rank), gradients(model, rank)
+    assert got.keys() == expected.keys()
+    for name, value in got.items():  # some roundings to bfloat16 of 2^-9, in other places
+        error = (value - expected[name]).norm() / expected[name].norm().clamp(min=1e-6)
+        assert error < 2e-2, f"{name}: {error}"
+    loads = zip(take_expert_load(model).values(), take_expert_load(other).values(), strict=True)
+    assert all(torch.equal(ours.long(), theirs.long()) for ours, theirs in loads)
+
+
+@pytest.mark.parametrize("layout", ["compact", "expanded"])
+def test_a_policy_has_the_gradients_and_the_load_of_all_to_all(layout):
+    run_ranks(check_policy, 2, {"layout": layout}, tiny_policy("qwen3_moe").bfloat16())
 
 
 def check_padding(rank: int, world_size: int) -> None:

@@ -97,15 +97,15 @@ def check_order(rank: int, world_size: int, folder: Path) -> None:
     number_TK = torch.tensor([[1, 0], [1, 4], [-1, -1]])
     weight_TK = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]) + 10 * rank
     sent = dispatcher.dispatch(torch.arange(3.0)[:, None] + 10 * rank, number_TK, weight_TK, 6)
-    assert sent.end_e is not None and sent.x_RD.shape[0] == 16  # 0.2 even shares of 40 tokens, 2 selections
-    num_rows = int(sent.end_e[-1])
+    assert sent.groups is not None and sent.x_RD.shape[0] == 16  # 0.2 even shares of 40 tokens, 2 selections
+    num_rows = int(sent.groups.end_e[-1])
     if rank == 0:
-        assert sent.end_e.tolist() == [2, 6, 6]
+        assert sent.groups.end_e.tolist() == [2, 6, 6] and sent.groups.count_e.tolist() == [2, 4, 0]
         assert sent.x_RD[:num_rows].flatten().tolist() == [0, 10, 0, 1, 10, 11]
         assert sent.expert_RK.flatten().tolist() == [0, 0, 1, 1, 1, 1, *[-1] * 10]
         assert sent.weight_RK.flatten().tolist() == [2, 12, 1, 3, 11, 13, *[0] * 10]
     else:
-        assert sent.end_e.tolist() == [0, 2, 2] and sent.x_RD[:num_rows].flatten().tolist() == [1, 11]
+        assert sent.groups.end_e.tolist() == [0, 2, 2] and sent.x_RD[:num_rows].flatten().tolist() == [1, 11]
     assert dispatcher.describe() == (
         "nvlink over 2 ranks: torch.float32 rows, room for 0.2 even shares, at most 40 tokens; files, 0 MiB"
     )

@@ -26,6 +26,7 @@ from tasks.deepep_config import DeepEPConfig
 from tasks.policy.dispatch import (
     Dispatched,
     ExchangeShape,
+    Groups,
     check_inputs,
     experts_per_rank,
     refuse_replay,
@@ -64,6 +65,10 @@ class Transport(Protocol):
     def combine(
         self, y_RD: Tensor, weight_RK: Tensor | None, handle: Any
     ) -> tuple[Tensor, Tensor | None]: ...
+
+    def groups(self, handle: Any) -> Groups | None:
+        """Of rows that lie by expert."""
+        ...
 
     def close(self) -> None: ...
 
@@ -110,6 +115,9 @@ class ElasticTransport:
         )
         return y_TD, weight_TK
 
+    def groups(self, handle: Any) -> Groups | None:
+        return expanded_groups(handle.psum_num_recv_tokens_per_expert) if self.layout["do_expand"] else None
+
     def close(self) -> None:
         self.buffer.destroy()
 
@@ -142,6 +150,9 @@ class LegacyTransport:
         y_TD, weight_TK, _ = self.buffer.combine(y_RD, handle, topk_weights=weight_RK)
         return y_TD, weight_TK
 
+    def groups(self, handle: Any) -> None:
+        return None
+
     def close(self) -> None:
         self.buffer.destroy()
 
@@ -168,8 +179,15 @@ class DeepEPDispatcher:
             self, route, x_TD.contiguous(), known_TK, expert_TK.contiguous(), num_experts
         )
         assert route.expert_RK is not None
+        groups = self.transport.groups(route.handle)
+        if groups is not None:  # rows that pad a group go through the experts with the others
+            weight_RK = torch.where(route.expert_RK >= 0, weight_RK, 0)
         return Dispatched(
-            x_RD=x_RD, expert_RK=route.expert_RK, weight_RK=weight_RK.to(weight_TK.dtype), handle=route
+            x_RD=x_RD,
+            expert_RK=route.expert_RK,
+            weight_RK=weight_RK.to(weight_TK.dtype),
+            handle=route,
+            groups=groups,
         )
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
@@ -261,9 +279,20 @@ def expanded_experts(psum_e: Tensor, num_rows: int) -> Tensor:
     alignment.
     """
     row_R = torch.arange(num_rows, device=psum_e.device)
-    next_e = (psum_e + EXPERT_ALIGNMENT - 1) // EXPERT_ALIGNMENT * EXPERT_ALIGNMENT
+    next_e = _aligned(psum_e)
     expert_R = torch.searchsorted(next_e, row_R.to(next_e.dtype), right=True)
     return torch.where(row_R < psum_e[expert_R], expert_R, -1)[:, None]
+
+
+def expanded_groups(psum_e: Tensor) -> Groups:
+    """Groups of the expanded layout as a grouped product takes them: with the rows that pad each."""
+    next_e = _aligned(psum_e)
+    first_e = torch.cat([next_e.new_zeros(1), next_e[:-1]])
+    return Groups(end_e=next_e.int(), count_e=psum_e - first_e)
+
+
+def _aligned(psum_e: Tensor) -> Tensor:
+    return (psum_e + EXPERT_ALIGNMENT - 1) // EXPERT_ALIGNMENT * EXPERT_ALIGNMENT
 
 
 def make_deepep(group: dist.ProcessGroup, settings: DeepEPConfig, shape: ExchangeShape) -> DeepEPDispatcher:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,15 @@ from torch import Tensor
 
 from tasks.policy.permute import Placement, gather_rows, invert, sum_rows
 from tasks.policy.progress import BLOCKED
+
+
+class Groups(NamedTuple):
+    """The rows of each local expert. Others among them hold zeros, those past the last anything; both have
+    expert -1 and weight 0."""
+
+    end_e: Tensor
+    """int32"""
+    count_e: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +44,8 @@ class Dispatched:
     """Routing weights; unspecified where ``expert_RK`` is -1, so select with ``where``, never multiply."""
     handle: Any
     """What ``combine`` needs to find the way back."""
-    end_e: Tensor | None = None
-    """Where each local expert's rows end, if rows are one a (token, expert) and lie by expert: they go into a
-    grouped product as they are. Rows past the last hold anything and have expert -1."""
+    groups: Groups | None = None
+    """If rows are one a (token, expert) and lie by expert: they go into a grouped product as they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tasks.policy.collectives import give_tokens, take_tokens
-from tasks.policy.dispatch import Dispatcher, experts_per_rank
+from tasks.policy.dispatch import Dispatcher, Groups, experts_per_rank
 from tasks.policy.permute import Placement, gather_rows, invert, sum_rows
 from tasks.policy.shards import local_rows
 
@@ -119,8 +119,8 @@ def expert_parallel_forward(
         self.token_group, hidden_states, top_k_index, top_k_weights, fill=(0, -1, 0)
     )
     sent = self.dispatcher.dispatch(x_TD, expert_TK, weight_TK, num_experts=self.expert_shard.num_experts)
-    if sent.end_e is not None:
-        y_RD = grouped_experts(self, sent.x_RD, sent.expert_RK, sent.weight_RK, sent.end_e)
+    if sent.groups is not None:
+        y_RD = grouped_experts(self, sent.x_RD, sent.expert_RK, sent.weight_RK, sent.groups)
     else:
         y_RD = local_experts(self, sent.x_RD, sent.expert_RK, sent.weight_RK)
     y_TD = self.dispatcher.combine(y_RD, sent.handle)
@@ -146,19 +146,19 @@ def local_experts(experts: Any, x_RD: Tensor, expert_RK: Tensor, weight_RK: Tens
     # Only real pairs go on: grouped_mm leaves rows past its last offset uninitialised, and 0 * nan is nan.
     cell_P, expert_P = order[:num_pairs], sorted_expert[:num_pairs]
     placement = invert(cell_P, num_rows, num_places)
-    _add_load(experts, end_e)
+    _add_load(experts, torch.diff(end_e, prepend=end_e.new_zeros(1)))
     return experts.compute_rows(x_RD, weight_RK, placement, cell_P, expert_P, end_e)
 
 
 def grouped_experts(
-    experts: Any, x_PD: Tensor, expert_P1: Tensor, weight_P1: Tensor, end_e: Tensor
+    experts: Any, x_PD: Tensor, expert_P1: Tensor, weight_P1: Tensor, groups: Groups
 ) -> Tensor:
     """``local_experts`` of rows that came sorted, each with one expert; the host waits for nothing.
 
     What comes out in rows past the last is unspecified, and so is their gradient.
     """
-    _add_load(experts, end_e)
-    return experts.compute_rows(x_PD, weight_P1, None, None, expert_P1[:, 0], end_e)
+    _add_load(experts, groups.count_e)
+    return experts.compute_rows(x_PD, weight_P1, None, None, expert_P1[:, 0], groups.end_e)
 
 
 def weighted_rows(
@@ -226,8 +226,7 @@ def _grouped_linear(experts: Any, leaf: str, x_PI: Tensor, end_e: Tensor, expert
     return y_PO + torch.where((expert_P >= 0)[:, None], bias_PO, 0)
 
 
-def _add_load(experts: Any, end_e: Tensor) -> None:
-    load_e = torch.diff(end_e, prepend=end_e.new_zeros(1))
+def _add_load(experts: Any, load_e: Tensor) -> None:
     experts.expert_load_e = experts.expert_load_e.to(load_e.device) + load_e
 
 

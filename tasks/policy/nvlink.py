@@ -28,6 +28,7 @@ from tasks.nvlink_config import NVLinkConfig
 from tasks.policy.dispatch import (
     Dispatched,
     ExchangeShape,
+    Groups,
     check_inputs,
     experts_per_rank,
     refuse_replay,
@@ -106,11 +107,12 @@ class NVLinkDispatcher:
         self._check(x_TD, expert_TK, num_experts)
         route = _Route(expert_TK=expert_TK.contiguous(), num_experts=num_experts)
         x_PD, weight_P = _Dispatch.apply(self, route, x_TD.contiguous(), weight_TK.float().contiguous())
+        end_e = route.rows.end_e
         return Dispatched(
             x_RD=x_PD,
             expert_RK=route.rows.expert_P[:, None],
             weight_RK=weight_P[:, None].to(weight_TK.dtype),
-            end_e=route.rows.end_e,
+            groups=Groups(end_e, torch.diff(end_e, prepend=end_e.new_zeros(1))),
             handle=route,
         )
 
