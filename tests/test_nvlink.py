@@ -269,6 +269,7 @@ def one_process_exchange(kernels: Any, tokens: list[int], num_rows: int, dtype: 
         x_TD = torch.randn(num_tokens, width, generator=generator).to(dtype)
         expert_TK = torch.rand(num_tokens, num_experts, generator=generator).topk(num_topk, dim=1).indices
         expert_TK[torch.rand(expert_TK.shape, generator=generator) < 0.3] = -1
+        expert_TK[1:2, 0] = num_experts  # no such expert: counted, and sent nowhere
         selected.append(expert_TK)
         weight_TK = torch.rand(expert_TK.shape, generator=generator)
         stage: Callable[..., None] = nvlink.stage_all if kernels is nvlink else kernels.stage
@@ -293,11 +294,11 @@ def compare_kernels() -> None:
     """In a process of its own, where Triton interprets."""
     from moe_kernels import nvlink_triton
 
-    nvlink_triton.NUM_SMS = 1
+    nvlink_triton.NUM_SMS, nvlink_triton.CHUNK, nvlink_triton.CELLS, nvlink_triton.COPY = 1, 16, 32, 64
     nvlink_triton.EXPAND.programs = nvlink_triton.CONTRACT.programs = 3
     nvlink_triton.EXPAND.block = nvlink_triton.CONTRACT.block = 16
     for tokens in TOKENS:
-        for num_rows in (3, 200):  # one has no place for all
+        for num_rows in (3, 150):  # one has no place for all, the other for more
             expected = one_process_exchange(nvlink, tokens, num_rows, torch.float32)
             got = one_process_exchange(nvlink_triton, tokens, num_rows, torch.float32)
             for index, (g, e) in enumerate(zip(got, expected, strict=True)):
