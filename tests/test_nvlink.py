@@ -274,16 +274,18 @@ def one_process_exchange(kernels: Any, tokens: list[int], num_rows: int, dtype: 
         weight_TK = torch.rand(expert_TK.shape, generator=generator)
         stage: Callable[..., None] = nvlink.stage_all if kernels is nvlink else kernels.stage
         stage(x_TD, expert_TK, weight_TK, num_experts, buffers[rank])
-    rows = [kernels.place(num_experts, num_rows, b) for b in buffers]
-    for rank, b in enumerate(buffers):
-        x_PD, live = kernels.expand(rows[rank], num_rows, b), int(rows[rank].end_e[-1])
-        results += [x_PD[:live], *(getattr(rows[rank], name) for name in nvlink.Rows.__slots__)]
+    placed = [kernels.place(num_experts, num_rows, b) for b in buffers]
+    for b, (rows, expert_P, weight_P) in zip(buffers, placed, strict=True):
+        x_PD, live = kernels.expand(rows, num_rows, b), int(rows.end_e[-1])
+        results += [x_PD[:live], expert_P, weight_P, *(getattr(rows, name) for name in nvlink.Rows.__slots__)]
         y_PD = torch.full_like(x_PD, torch.nan)
         y_PD[:live] = x_PD[:live] * 2  # exact, so that the order of a sum of two shows nothing
-        kernels.contract(y_PD, rows[rank].weight_P + 1, rows[rank], b)
+        kernels.contract(y_PD, None, rows, b)
+        kernels.contract(y_PD, weight_P + 1, rows, b)
     for rank, b in enumerate(buffers):
-        results.append(kernels.collect(selected[rank], num_experts, b))
-        results.append(nvlink.collect_gradients(selected[rank], b))
+        for has_gradient in (True, False):
+            out, gradient = kernels.collect(selected[rank], num_experts, b, has_gradient=has_gradient)
+            results += [out] if gradient is None else [out, gradient]
     return results
 
 
@@ -305,12 +307,47 @@ def compare_kernels() -> None:
                 assert torch.equal(g, e), (tokens, num_rows, index)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's interpreter")
-def test_interpreted_kernels_are_the_formulas():
-    path = f"{os.pathsep.join(sys.path)}"
+def compile_kernels() -> None:
+    """For a Hopper GPU, without one: the interpreter takes what the compiler refuses."""
+    from moe_kernels import nvlink_triton as kernels
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {"x": "*bf16", "y": "*bf16", "out": "*bf16", "out_tokens": "*bf16", "experts": "*i64"}
+    types |= dict.fromkeys(("weights", "out_weights", "row_weights", "gradients"), "*fp32")
+    types |= dict.fromkeys(("slots", "status", "bounds", "out_experts", "out_ordinals", "out_counts"), "*i32")
+    types |= dict.fromkeys(("ordinals", "counts", "tokens", "row_experts"), "*i64")
+    of_kernel = {
+        "place": {"weights": "*i64"}, "contract": {"sums": "*i64", "out_gradients": "*i64"},
+        "collect": {"sums": "*bf16", "out_gradients": "*fp32"},
+    }  # fmt: skip
+    values = {"CELLS": 1024, "CHUNK": 4096, "COPY": 4096, "W": 2, "K": 8, "LOCAL": 128, "PLACES": 8}
+    values |= {"BLOCK": 1024, "HAS_GRADIENT": True}
+    for name in ("stage", "place", "expand", "contract", "collect"):
+        kernel, known = getattr(kernels, f"_{name}_kernel"), types | of_kernel.get(name, {})
+        names = kernel.arg_names
+        signature = {n: "constexpr" if n in values else known.get(n, "i32") for n in names}
+        constants = {(names.index(n),): value for n, value in values.items() if n in names}
+        aligned = {
+            (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in values and n != "rank"
+        }
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+        code = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+        if name != "place":  # its tables are small, and read cell by cell
+            assert "ld.global.v4.b32" in code and "st.global.v4.b32" in code, f"{name}: no 16-byte accesses"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("what", ["interpret", "compile"])
+def test_kernels_are_the_formulas_and_compile_for_hopper(what):
     run = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        [sys.executable, __file__, what],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": str(int(what == "interpret")),
+            "PYTHONPATH": ":".join(sys.path),
+        },
         capture_output=True,
         text=True,
     )
@@ -318,4 +355,4 @@ def test_interpreted_kernels_are_the_formulas():
 
 
 if __name__ == "__main__":
-    compare_kernels()
+    {"interpret": compare_kernels, "compile": compile_kernels}[sys.argv[1]]()

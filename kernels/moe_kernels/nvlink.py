@@ -69,12 +69,10 @@ class Rows:
 
     slot_WNK: Tensor
     """int32; -1 where this rank does not own the expert, or where there is no cell."""
-    expert_P: Tensor
-    """Number of each row's expert on this rank; -1 for rows past the last."""
-    weight_P: Tensor
-    """Routing weights; 0 for rows past the last."""
     end_e: Tensor
     """int32; where each expert's rows end, at most P."""
+    count_e: Tensor
+    """int32; how many there are, with those past P."""
     status: Tensor
     """int32: rows that there are; selections above the last expert, on all ranks; tokens of the rank with
     most; 1 if all rows have a place and all selections are known."""
@@ -143,8 +141,12 @@ def stage_all(x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, num_experts: i
     stage_rows(x_TD, buffers)
 
 
-def place(num_experts: int, num_rows: int, buffers: Buffers) -> Rows:
-    """Work out the rows of this rank from the tables of all; those past ``num_rows`` have no place."""
+def place(num_experts: int, num_rows: int, buffers: Buffers) -> tuple[Rows, Tensor, Tensor]:
+    """Work out the rows of this rank from the tables of all; those past ``num_rows`` have no place.
+
+    Then, for each place, the number of its expert on this rank and the routing weight; -1 and 0 where no row
+    came.
+    """
     if triton := _triton(buffers.count_C.address_W):
         return triton.place(num_experts, num_rows, buffers)
     num_ranks, (max_tokens, num_topk) = buffers.num_ranks, buffers.expert_NK.views[0].shape
@@ -169,13 +171,13 @@ def place(num_experts: int, num_rows: int, buffers: Buffers) -> Rows:
     num_unknown = counts_WC[:, num_experts].sum()
     is_whole = (end_e[-1] <= num_rows) & (num_unknown == 0)
     longest = counts_WC[:, num_experts + 1].max()
-    return Rows(
+    rows = Rows(
         slot_WNK=slot_WNK,
-        expert_P=expert_P,
-        weight_P=weight_P,
         end_e=end_e.clamp(max=num_rows).int(),
+        count_e=counts_We.sum(dim=0).int(),
         status=torch.stack([end_e[-1], num_unknown, longest, is_whole]).int(),
     )
+    return rows, expert_P, weight_P
 
 
 def expand(rows: Rows, num_rows: int, buffers: Buffers) -> Tensor:
@@ -203,24 +205,27 @@ def contract(y_PD: Tensor, gradient_P: Tensor | None, rows: Rows, buffers: Buffe
             buffers.gradient_NK.views[source][slot_NK >= 0] = gradient_P[slot_NK[slot_NK >= 0].long()]
 
 
-def collect(expert_TK: Tensor, num_experts: int, buffers: Buffers) -> Tensor:
-    """Add up what the owners of a token's experts delivered: in float32, by rank, rounded once."""
+def collect(
+    expert_TK: Tensor, num_experts: int, buffers: Buffers, *, has_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Add up what the owners of a token's experts delivered: in float32, by rank, rounded once.
+
+    Then, if asked for, the delivered gradient of each routing weight; 0 where nothing was selected.
+    """
     if triton := _triton(expert_TK):
-        return triton.collect(expert_TK, num_experts, buffers)
-    num_local = num_experts // buffers.num_ranks
+        return triton.collect(expert_TK, num_experts, buffers, has_gradient=has_gradient)
+    num_local, num_tokens = num_experts // buffers.num_ranks, expert_TK.shape[0]
     sums_WND = buffers.sums_WND.views[buffers.rank]
     wide = torch.promote_types(sums_WND.dtype, torch.float32)
-    total_TD = torch.zeros(expert_TK.shape[0], sums_WND.shape[2], dtype=wide)
+    total_TD = torch.zeros(num_tokens, sums_WND.shape[2], dtype=wide)
     for owner, sums_ND in enumerate(sums_WND):
         first = owner * num_local
         is_sent_T = ((expert_TK >= first) & (expert_TK < first + num_local)).any(dim=1)
-        total_TD += torch.where(is_sent_T[:, None], sums_ND[: expert_TK.shape[0]].to(wide), 0)
-    return total_TD.to(sums_WND.dtype)
-
-
-def collect_gradients(expert_TK: Tensor, buffers: Buffers) -> Tensor:
-    """The delivered gradient of every routing weight; 0 where nothing was selected."""
-    return torch.where(expert_TK >= 0, buffers.gradient_NK.views[buffers.rank][: expert_TK.shape[0]], 0)
+        total_TD += torch.where(is_sent_T[:, None], sums_ND[:num_tokens].to(wide), 0)
+    gradient_TK = None
+    if has_gradient:
+        gradient_TK = torch.where(expert_TK >= 0, buffers.gradient_NK.views[buffers.rank][:num_tokens], 0)
+    return total_TD.to(sums_WND.dtype), gradient_TK
 
 
 def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_kernels.nvlink import Buffers, Rows
 
-CELLS, CHUNK, COPY, STAGE_WARPS = 1024, 8192, 8192, 8
+CELLS, CHUNK, COPY = 1024, 4096, 4096
 NUM_SMS = 132
 
 
@@ -40,7 +40,7 @@ class Tile:
 
 
 EXPAND = Tile(1024, 4, 16)
-CONTRACT = Tile(1024, 4, 16)
+CONTRACT = Tile(2048, 4, 8)
 
 
 def stage(
@@ -65,28 +65,26 @@ def stage(
             own_ND, buffers.expert_NK.views[rank], buffers.ordinal_NK.views[rank],
             buffers.weight_NK.views[rank], buffers.count_C.views[rank],
             num_tables, num_experts, num_tokens, num_cells, num_elements,
-            CELLS=CELLS, CHUNK=CHUNK, COPY=COPY, num_warps=STAGE_WARPS,
+            CELLS=CELLS, CHUNK=CHUNK, COPY=COPY, num_warps=4,
         )  # fmt: skip
 
 
-def place(num_experts: int, num_rows: int, buffers: Buffers) -> Rows:
+def place(num_experts: int, num_rows: int, buffers: Buffers) -> tuple[Rows, Tensor, Tensor]:
     num_ranks, (max_tokens, num_topk) = buffers.num_ranks, buffers.expert_NK.views[0].shape
     num_local, device = num_experts // num_ranks, buffers.count_C.address_W.device
     numbers = {"dtype": torch.int32, "device": device}
-    rows = Rows(
-        slot_WNK=torch.empty(num_ranks, max_tokens, num_topk, **numbers),
-        expert_P=torch.empty(num_rows, dtype=torch.int64, device=device),
-        weight_P=torch.empty(num_rows, dtype=torch.float32, device=device),
-        end_e=torch.empty(num_local, **numbers),
-        status=torch.empty(4, **numbers),
-    )
+    slot_WNK, status = torch.empty(num_ranks, max_tokens, num_topk, **numbers), torch.empty(4, **numbers)
+    bound_2e = torch.empty(2, num_local, **numbers)
+    expert_P = torch.empty(num_rows, dtype=torch.int64, device=device)
+    weight_P = torch.empty(num_rows, dtype=torch.float32, device=device)
     _place_kernel[(num_ranks, triton.cdiv(max_tokens * num_topk, CELLS))](
         buffers.expert_NK.address_W, buffers.ordinal_NK.address_W, buffers.weight_NK.address_W,
-        buffers.count_C.address_W, rows.slot_WNK, rows.expert_P, rows.weight_P, rows.end_e, rows.status,
+        buffers.count_C.address_W, slot_WNK, expert_P, weight_P, bound_2e, status,
         buffers.rank, num_experts, num_local, max_tokens * num_topk, num_rows,
         W=num_ranks, K=num_topk, LOCAL=triton.next_power_of_2(num_local), CELLS=CELLS, num_warps=4,
     )  # fmt: skip
-    return rows
+    end_e, count_e = bound_2e.unbind()
+    return Rows(slot_WNK=slot_WNK, end_e=end_e, count_e=count_e, status=status), expert_P, weight_P
 
 
 def expand(rows: Rows, num_rows: int, buffers: Buffers, tile: Tile = EXPAND) -> Tensor:
@@ -108,7 +106,7 @@ def contract(
     num_ranks, max_tokens, num_topk = rows.slot_WNK.shape
     if y_PD.shape[0]:
         _contract_kernel[tile.grid](
-            y_PD, rows.weight_P if gradient_P is None else gradient_P, rows.slot_WNK, rows.status,
+            y_PD, rows.slot_WNK if gradient_P is None else gradient_P, rows.slot_WNK, rows.status,
             buffers.sums_WND.address_W, buffers.gradient_NK.address_W,
             buffers.rank, y_PD.shape[1], max_tokens,
             W=num_ranks, K=num_topk, PLACES=triton.next_power_of_2(num_topk),
@@ -116,17 +114,21 @@ def contract(
         )  # fmt: skip
 
 
-def collect(expert_TK: Tensor, num_experts: int, buffers: Buffers) -> Tensor:
-    sums_WND = buffers.sums_WND.views[buffers.rank]
+def collect(
+    expert_TK: Tensor, num_experts: int, buffers: Buffers, *, has_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    sums_WND, own_NK = buffers.sums_WND.views[buffers.rank], buffers.gradient_NK.views[buffers.rank]
     (num_ranks, max_tokens, width), (num_tokens, num_topk) = sums_WND.shape, expert_TK.shape
     out_TD = sums_WND.new_empty(num_tokens, width)
+    gradient_TK = own_NK.new_empty(num_tokens, num_topk) if has_gradient else None
     if num_tokens:
         block = 1024
         _collect_kernel[(num_tokens, triton.cdiv(width, block))](
-            sums_WND, expert_TK, out_TD, num_experts // num_ranks, width, max_tokens,
-            W=num_ranks, K=num_topk, BLOCK=block, num_warps=4,
+            sums_WND, expert_TK, own_NK, out_TD, own_NK if gradient_TK is None else gradient_TK,
+            num_experts // num_ranks, width, max_tokens, W=num_ranks, K=num_topk,
+            PLACES=triton.next_power_of_2(num_topk), HAS_GRADIENT=has_gradient, BLOCK=block, num_warps=4,
         )  # fmt: skip
-    return out_TD
+    return out_TD, gradient_TK
 
 
 @triton.jit
@@ -163,7 +165,7 @@ def _stage_kernel(
 
 @triton.jit
 def _place_kernel(
-    experts, ordinals, weights, counts, slots, row_experts, row_weights, ends, status,
+    experts, ordinals, weights, counts, slots, row_experts, row_weights, bounds, status,
     rank, num_experts, num_local, max_cells, num_rows,
     W: tl.constexpr, K: tl.constexpr, LOCAL: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
@@ -183,7 +185,8 @@ def _place_kernel(
     end, last = tl.cumsum(total, 0), tl.sum(total, 0)
     start = end - total + before
     if (source == 0) & (block == 0):
-        tl.store(ends + local, tl.minimum(end, num_rows), mask=local < num_local)
+        tl.store(bounds + local, tl.minimum(end, num_rows), mask=local < num_local)
+        tl.store(bounds + num_local + local, total, mask=local < num_local)
         tl.store(status, last)
         tl.store(status + 1, num_unknown)
         tl.store(status + 2, longest)
@@ -262,8 +265,8 @@ def _contract_kernel(
 
 @triton.jit
 def _collect_kernel(
-    sums, experts, out, num_local, width, max_tokens,
-    W: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    sums, experts, gradients, out, out_gradients, num_local, width, max_tokens,
+    W: tl.constexpr, K: tl.constexpr, PLACES: tl.constexpr, HAS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -277,3 +280,8 @@ def _collect_kernel(
         place = sums + (owner * max_tokens + token) * width + column
         total += tl.load(place, mask=is_in & is_sent, other=0.0).to(tl.float32)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=is_in)
+    if HAS_GRADIENT and tl.program_id(1) == 0:
+        cell = tl.arange(0, PLACES)
+        selected = tl.load(experts + token * K + cell, mask=cell < K, other=-1)
+        gradient = tl.load(gradients + token * K + cell, mask=selected >= 0, other=0.0)
+        tl.store(out_gradients + token * K + cell, gradient, mask=cell < K)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -106,13 +106,14 @@ class NVLinkDispatcher:
         check_inputs(x_TD, expert_TK, weight_TK)
         self._check(x_TD, expert_TK, num_experts)
         route = _Route(expert_TK=expert_TK.contiguous(), num_experts=num_experts)
-        x_PD, weight_P = _Dispatch.apply(self, route, x_TD.contiguous(), weight_TK.float().contiguous())
-        end_e = route.rows.end_e
+        x_PD, weight_P, expert_P = _Dispatch.apply(
+            self, route, x_TD.contiguous(), weight_TK.float().contiguous()
+        )
         return Dispatched(
             x_RD=x_PD,
-            expert_RK=route.rows.expert_P[:, None],
+            expert_RK=expert_P[:, None],
             weight_RK=weight_P[:, None].to(weight_TK.dtype),
-            groups=Groups(end_e, torch.diff(end_e, prepend=end_e.new_zeros(1))),
+            groups=Groups(route.rows.end_e, route.rows.count_e),
             handle=route,
         )
 
@@ -136,37 +137,35 @@ class NVLinkDispatcher:
         """Collective; after it the process group may be destroyed."""
         self.memory.close()
 
-    def fetch(self, x_TD: Tensor, weight_TK: Tensor, route: _Route) -> tuple[Tensor, Tensor]:
-        """Send tokens out and work out their rows."""
+    def fetch(self, x_TD: Tensor, weight_TK: Tensor, route: _Route) -> tuple[Tensor, Tensor, Tensor]:
+        """Send tokens out; the rows, their weights and their experts."""
         self._turn("out")
-        args = route.expert_TK, weight_TK, route.num_experts, self.buffers
+        num_experts, num_rows = route.num_experts, self.max_rows(route.num_experts)
         if self.settings.capacity:
-            nvlink.stage_all(x_TD, *args)
+            nvlink.stage_all(x_TD, route.expert_TK, weight_TK, num_experts, self.buffers)
             self.memory.barrier()
-            route.num_rows = self.max_rows(route.num_experts)
-            route.rows = nvlink.place(route.num_experts, route.num_rows, self.buffers)
+            route.rows, expert_P, weight_P = nvlink.place(num_experts, num_rows, self.buffers)
             # on the device: nothing after it runs, so that no step can be made of what is missing
             torch.ops.aten._assert_async.msg(
                 route.rows.status[3],
                 "rows of an NVLink dispatch must fit nvlink.capacity, and expert_TK be below num_experts",
             )
         else:
-            nvlink.stage_tables(*args)
+            nvlink.stage_tables(route.expert_TK, weight_TK, num_experts, self.buffers)
             self.memory.barrier()
-            rows = nvlink.place(route.num_experts, self.max_rows(route.num_experts), self.buffers)
-            read = _read_later(rows.status)
+            route.rows, expert_P, weight_P = nvlink.place(num_experts, num_rows, self.buffers)
+            read = _read_later(route.rows.status)
             nvlink.stage_rows(x_TD, self.buffers)  # meanwhile
             self.memory.barrier()
-            route.num_rows, num_unknown, *_ = read()
+            num_rows, num_unknown, *_ = read()
             if num_unknown:
                 raise ValueError(
                     f"expert_TK must be below num_experts, got {num_unknown} selections at or above it. "
                     "Check that the router and the experts come from the same configuration."
                 )
-            num_rows = route.num_rows
-            route.rows = replace(rows, expert_P=rows.expert_P[:num_rows], weight_P=rows.weight_P[:num_rows])
-        # another object than the route's, which would hold itself through its own history
-        return nvlink.expand(route.rows, route.num_rows, self.buffers), route.rows.weight_P.detach()
+            expert_P, weight_P = expert_P[:num_rows], weight_P[:num_rows]
+        route.num_rows = num_rows
+        return nvlink.expand(route.rows, num_rows, self.buffers), weight_P, expert_P
 
     def fetch_again(self, x_TD: Tensor, route: _Route) -> Tensor:
         """Send other rows out along a known route."""
@@ -180,10 +179,8 @@ class NVLinkDispatcher:
         self._turn("back")
         nvlink.contract(y_PD, gradient_P, route.rows, self.buffers)
         self.memory.barrier()
-        y_TD = nvlink.collect(route.expert_TK, route.num_experts, self.buffers)
-        if gradient_P is None:
-            return y_TD, None
-        return y_TD, nvlink.collect_gradients(route.expert_TK, self.buffers)
+        has_gradient = gradient_P is not None
+        return nvlink.collect(route.expert_TK, route.num_experts, self.buffers, has_gradient=has_gradient)
 
     def max_rows(self, num_experts: int) -> int:
         """What a rank can receive: of ``capacity``, or in the worst case if that is less or none is set."""
@@ -223,13 +220,15 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, dispatcher: NVLinkDispatcher, route: _Route, x_TD: Tensor, weight_TK: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.dispatcher, ctx.route = dispatcher, route
-        return dispatcher.fetch(x_TD, weight_TK, route)
+        x_PD, weight_P, expert_P = dispatcher.fetch(x_TD, weight_TK, route)
+        ctx.mark_non_differentiable(expert_P)
+        return x_PD, weight_P, expert_P
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x_PD, grad_weight_P = grads
+        grad_x_PD, grad_weight_P, _ = grads
         delivered = ctx.dispatcher.deliver(grad_x_PD.contiguous(), grad_weight_P.contiguous(), ctx.route)
         return None, None, *delivered
 
