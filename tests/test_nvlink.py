@@ -1,13 +1,12 @@
 """The NVLink dispatcher without GPUs: ranks share files as memory, and the formulas stand for the kernels.
 
-Whether the kernels are the formulas is for ``test_exchange_gpu.py``, and for the last test here where Triton
-is installed, whose interpreter runs them. What no test here can see is a missing fence between two GPUs.
+Whether the kernels are the formulas is for ``test_exchange_gpu.py``, and for the last tests here, which need
+Triton and have the marker ``interpreter``. What no test here can see is a missing fence between two GPUs.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from exchange import CASES, Setting, run_case
 from families import FAMILIES, tiny_policy, token_ids
+from interpreter import interpret
 from moe_kernels import nvlink
 from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
@@ -292,19 +292,28 @@ def one_process_exchange(kernels: Any, tokens: list[int], num_rows: int, dtype: 
 TOKENS = [[5, 3], [0, 7, 2], [0, 0], [MAX_TOKENS, 1]]
 
 
-def compare_kernels() -> None:
-    """In a process of its own, where Triton interprets."""
+@pytest.mark.interpreter
+def test_interpreted_kernels_are_the_formulas(monkeypatch):
+    cases = [
+        (tokens, num_rows) for tokens in TOKENS for num_rows in (3, 150)
+    ]  # no place for all, and for more
+    expected = [one_process_exchange(nvlink, *case, torch.float32) for case in cases]
+    interpret(monkeypatch)
     from moe_kernels import nvlink_triton
 
-    nvlink_triton.NUM_SMS, nvlink_triton.CHUNK, nvlink_triton.CELLS, nvlink_triton.COPY = 1, 16, 32, 64
-    nvlink_triton.EXPAND.programs = nvlink_triton.CONTRACT.programs = 3
-    nvlink_triton.EXPAND.block = nvlink_triton.CONTRACT.block = 16
-    for tokens in TOKENS:
-        for num_rows in (3, 150):  # one has no place for all, the other for more
-            expected = one_process_exchange(nvlink, tokens, num_rows, torch.float32)
-            got = one_process_exchange(nvlink_triton, tokens, num_rows, torch.float32)
-            for index, (g, e) in enumerate(zip(got, expected, strict=True)):
-                assert torch.equal(g, e), (tokens, num_rows, index)
+    for name, size in {
+        "NUM_SMS": 1,
+        "CHUNK": 16,
+        "CELLS": 32,
+        "COPY": 64,
+    }.items():  # so that there are several
+        monkeypatch.setattr(nvlink_triton, name, size)
+    for name in ("EXPAND", "CONTRACT"):
+        monkeypatch.setattr(nvlink_triton, name, nvlink_triton.Tile(block=16, num_warps=4, programs=3))
+    for case, formulas in zip(cases, expected, strict=True):
+        got = one_process_exchange(nvlink_triton, *case, torch.float32)
+        for index, (g, e) in enumerate(zip(got, formulas, strict=True)):
+            assert torch.equal(g, e), (case, index)
 
 
 def compile_kernels() -> None:
@@ -338,16 +347,12 @@ def compile_kernels() -> None:
             assert "ld.global.v4.b32" in code and "st.global.v4.b32" in code, f"{name}: no 16-byte accesses"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("what", ["interpret", "compile"])
-def test_kernels_are_the_formulas_and_compile_for_hopper(what):
+@pytest.mark.interpreter
+def test_kernels_compile_for_a_hopper_gpu():
+    pytest.importorskip("triton", reason="needs triton (pip install 'moe-rl[triton]')")
     run = subprocess.run(
-        [sys.executable, __file__, what],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": str(int(what == "interpret")),
-            "PYTHONPATH": ":".join(sys.path),
-        },
+        [sys.executable, __file__],
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
     )
@@ -355,4 +360,4 @@ def test_kernels_are_the_formulas_and_compile_for_hopper(what):
 
 
 if __name__ == "__main__":
-    {"interpret": compare_kernels, "compile": compile_kernels}[sys.argv[1]]()
+    compile_kernels()

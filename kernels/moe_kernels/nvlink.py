@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_kernels import reference
+from moe_kernels import device, reference
 
 MAX_EXPERTS = 1024
 ALIGNMENT = 256
@@ -233,7 +233,7 @@ def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _triton(tensor: Tensor) -> ModuleType | None:
-    if not tensor.is_cuda:
+    if not device.takes_triton(tensor):
         return None
     from moe_kernels import nvlink_triton
 

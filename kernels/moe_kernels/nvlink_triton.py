@@ -26,7 +26,7 @@ CELLS, CHUNK, COPY = 1024, 4096, 4096
 NUM_SMS = 132
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Tile:
     """Features a program holds at a time, its warps, and programs a multiprocessor."""
 
@@ -87,30 +87,28 @@ def place(num_experts: int, num_rows: int, buffers: Buffers) -> tuple[Rows, Tens
     return Rows(slot_WNK=slot_WNK, end_e=end_e, count_e=count_e, status=status), expert_P, weight_P
 
 
-def expand(rows: Rows, num_rows: int, buffers: Buffers, tile: Tile = EXPAND) -> Tensor:
+def expand(rows: Rows, num_rows: int, buffers: Buffers) -> Tensor:
     num_ranks, max_tokens, num_topk = rows.slot_WNK.shape
     own_ND = buffers.tokens_ND.views[buffers.rank]
     width = own_ND.shape[1]
     out_PD = own_ND.new_empty(num_rows, width)
     if num_rows:
-        _expand_kernel[tile.grid](
+        _expand_kernel[EXPAND.grid](
             buffers.tokens_ND.address_W, rows.slot_WNK, rows.status, out_PD, width, max_tokens,
-            W=num_ranks, K=num_topk, BLOCK=tile.block, num_warps=tile.num_warps,
+            W=num_ranks, K=num_topk, BLOCK=EXPAND.block, num_warps=EXPAND.num_warps,
         )  # fmt: skip
     return out_PD
 
 
-def contract(
-    y_PD: Tensor, gradient_P: Tensor | None, rows: Rows, buffers: Buffers, tile: Tile = CONTRACT
-) -> None:
+def contract(y_PD: Tensor, gradient_P: Tensor | None, rows: Rows, buffers: Buffers) -> None:
     num_ranks, max_tokens, num_topk = rows.slot_WNK.shape
     if y_PD.shape[0]:
-        _contract_kernel[tile.grid](
+        _contract_kernel[CONTRACT.grid](
             y_PD, rows.slot_WNK if gradient_P is None else gradient_P, rows.slot_WNK, rows.status,
             buffers.sums_WND.address_W, buffers.gradient_NK.address_W,
             buffers.rank, y_PD.shape[1], max_tokens,
             W=num_ranks, K=num_topk, PLACES=triton.next_power_of_2(num_topk),
-            HAS_GRADIENT=gradient_P is not None, BLOCK=tile.block, num_warps=tile.num_warps,
+            HAS_GRADIENT=gradient_P is not None, BLOCK=CONTRACT.block, num_warps=CONTRACT.num_warps,
         )  # fmt: skip
 
 
