@@ -111,6 +111,7 @@ def test_changes_are_listed_by_class_of_magnitude():
 def test_changes_come_back_whatever_the_classes_hold(dtype, share, monkeypatch):
     rng, width = np.random.default_rng(1), np.dtype(dtype).itemsize
     old = (rng.standard_normal(4000) * 2 ** (8 * width - 4)).astype(np.int64).astype(dtype)
+    monkeypatch.setattr("tasks.artifacts.changes.LARGEST_INNER", 0.3)
     small = np.argsort(old & dtype((1 << (8 * width - 1)) - 1))[: max(1, int(share * len(old)))]
     for places in (small, rng.permutation(len(old))[: len(small)]):
         new = old.copy()
