@@ -87,9 +87,26 @@ class Recorded(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
+class RecordedRouter(Recorded):
+    """SGLang's router 0.3.2, as far as versions go: who its workers are."""
+
+    def do_GET(self):
+        workers = [{"id": name, "url": url} for name, url in self.server.state["workers"].items()]
+        return self.reply({"workers": workers})
+
+    def do_POST(self):
+        url = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["url"]
+        self.server.state["workers"][f"w{len(self.server.state['workers'])}"] = url
+        return self.reply({"status": "accepted"}, 202)  # it asks the worker in its own time
+
+    def do_DELETE(self):
+        del self.server.state["workers"][self.path.rpartition("/")[2]]
+        return self.reply({"status": "accepted"}, 202)
+
+
 @contextmanager
-def recorded(**state):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Recorded)
+def recorded(kind=Recorded, **state):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     server.state = {"version": "none", "weights": 0, **state}
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

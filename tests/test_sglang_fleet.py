@@ -3,6 +3,7 @@ was recorded to; what SGLang itself does is tested in ``test_sglang_real.py``.
 """
 
 import asyncio
+import gc
 import os
 import shutil
 import threading
@@ -10,7 +11,7 @@ import time
 
 import pytest
 from policies import save_tiny_policy
-from recorded_sglang import attached, recorded
+from recorded_sglang import RecordedRouter, attached, recorded
 
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sglang_client import Budget, SglangError
@@ -127,6 +128,20 @@ def test_a_server_that_cannot_adopt_a_version_is_left_out_and_named_until_it_can
         assert "out of service" not in engine.describe()
 
 
+def test_the_router_has_exactly_the_servers_that_adopted_the_version(untied):
+    """It answers 202 to who joins. A dead worker it would notice after a minute only."""
+    with recorded() as first, recorded() as second, recorded(RecordedRouter, workers={}) as router:
+        urls = [f"http://127.0.0.1:{server.server_address[1]}" for server in (first, second)]
+        router.state["workers"]["w9"] = urls[0]
+        engine = attached(first, second, router_url=f"http://127.0.0.1:{router.server_address[1]}")
+        for version, refuses in ((3, False), (4, True), (5, False)):
+            second.state["refuses_updates"] = refuses
+            engine.load(untied[version % 2], version)
+            expected = urls[:1] if refuses else urls
+            assert sorted(router.state["workers"].values()) == sorted(expected)
+            assert len(engine.fleet.serving) == len(expected), engine.describe()
+
+
 def test_a_version_is_refused_when_no_server_is_left_to_adopt_it(untied):
     with recorded(is_dead=True) as first, recorded(refuses_updates=True) as second:
         engine = attached(first, second)
@@ -221,3 +236,16 @@ def test_an_abort_keeps_what_waits_from_being_sent(untied):
         reasons = [group[0].finish_reason for group in groups]
         assert reasons[0] == "stop" and reasons[-1] == "abort"
         assert server.state["generated"] == reasons.count("stop")
+
+
+def test_a_fleet_that_nobody_holds_ends_its_connections_and_its_thread(untied):
+    with recorded() as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        loop, client = engine.fleet.loop, engine.fleet.client
+        assert not client.session.closed and loop._thread.is_alive()
+        session = client.session
+        del engine
+        gc.collect()
+        loop._thread.join(5)
+        assert session.closed and not loop._thread.is_alive()

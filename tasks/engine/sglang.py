@@ -306,4 +306,4 @@ class SglangEngine:
 
 
 def _close(loop: Loop, client: Client) -> None:
-    loop.run(client.close())
+    loop.end(client.close())

@@ -50,13 +50,21 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="sglang client", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang client", daemon=True)
+        self._thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.start(coroutine).result()
+
+    def end(self, last: Coroutine[Any, Any, None]) -> None:
+        """Stop after ``last``; waits for it, but not where the loop itself let go of its owner."""
+        future = self.start(last)
+        future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        if threading.current_thread() is not self._thread:
+            future.result()
 
 
 class Budget:
