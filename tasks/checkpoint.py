@@ -119,6 +119,7 @@ def publish(run: CampaignRun, candidate: Candidate, archive: SampleArchive | Non
     """Commit the candidate's manifest, the one moment at which it becomes a version, then free its
     experience, which ``archive`` keeps."""
     from tasks.artifacts.manifest import Manifest
+    from tasks.artifacts.unfinished import drop_unfinished
 
     start, store = time.monotonic(), run_store(run)
     manifest = Manifest.model_validate_json(candidate.manifest_json)
@@ -137,6 +138,7 @@ def publish(run: CampaignRun, candidate: Candidate, archive: SampleArchive | Non
         update={"seconds": {**manifest.seconds, "publish": time.monotonic() - start}}
     )
     version = store.commit(manifest)
+    drop_unfinished(store, version.version)
     if manifest.critic:
         publish_critic(run, store, manifest)
     if manifest.kind == "iteration" and archive is not None:

@@ -28,7 +28,8 @@ PRELOADED = ["__main__", "tasks.train", "tasks.policy.update"]
 
 
 class TrainingPreempted(Exception):
-    """The node of a single-node training was taken away; nothing was published."""
+    """The node of a single-node training was taken away; nothing was published, but the next attempt may
+    find what this one stored."""
 
 
 @dataclass
@@ -83,6 +84,8 @@ def run_rank(changes: Mapping[str, str | None], function: bytes, inputs: Mapping
     return cloudpickle.loads(function)(**inputs)
 
 
+SHUTDOWN_SECONDS = 115
+"""Between the longest ``train.grace_seconds`` and the grace period of the trainer's pods."""
 _PREEMPTED = object()
 
 
@@ -110,6 +113,8 @@ class TorchElasticTask(PytorchElasticFunctionTask):
             SystemExit: 143, SIGTERM on one of several nodes.
         """
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default too
+        # told to stop, ranks store what they have done; torch kills them after 30 s unless it is told
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch

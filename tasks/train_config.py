@@ -65,6 +65,10 @@ class TrainConfig(Section):
     """``fused`` runs each root-mean-square norm in one pass."""
     loss_kernel: Literal["torch", "fused"] = "torch"
     """``fused`` computes a policy's loss, its gradients and its metrics in one pass over the tokens."""
+    rotary_kernel: Literal["torch", "fused"] = "torch"
+    """``fused`` turns queries and keys by their positions in one pass each."""
+    optimizer_kernel: Literal["torch", "fused"] = "torch"
+    """``fused`` steps each tensor in one pass, split parameters as well."""
     activation_checkpointing: bool = False
     """Compute a layer's parts again in the backward pass instead of keeping their activations; never repeats
     an exchange between ranks."""
@@ -76,6 +80,9 @@ class TrainConfig(Section):
     """A rank that has not moved for so long is named in the log, with its phase."""
     slow_rank_factor: float = Field(default=2.0, gt=1)
     """A rank that works more than so many times as long as the median rank is named in the metrics."""
+    grace_seconds: float = Field(default=25.0, gt=0, le=110)
+    """After SIGTERM a rank finishes its mini-batch and stores what the update has done, for the next attempt
+    to go on from; if that takes longer, it ends without. The trainer's pods have 120 s."""
     max_nonfinite_steps: int = Field(default=5, ge=1)
     """Steps in a row without a finite loss and gradient, each skipped, after which the run stops."""
     replay_routing: Literal["none", "experts", "experts_and_weights"] = "none"
@@ -110,6 +117,8 @@ class TrainConfig(Section):
             "experts": self.expert_kernel,
             "norms": self.norm_kernel,
             "loss": self.loss_kernel,
+            "rotary": self.rotary_kernel,
+            "optimizer": self.optimizer_kernel,
         }
 
     @model_validator(mode="after")
@@ -194,17 +203,5 @@ class TrainConfig(Section):
             raise ValueError(
                 f"fused kernels need CUDA and so backend 'nccl', got backend={self.backend!r}, "
                 f"{self.kernels}. Set the kernels to 'torch' or the backend to 'nccl'."
-            )
-        if self.logprob_kernel == "fused" and self.tp * self.cp * self.pp > 1:
-            raise ValueError(
-                "logprob_kernel 'fused' must have whole rows and the whole vocabulary on a rank, got "
-                f"tp={self.tp}, cp={self.cp}, pp={self.pp}. Set logprob_kernel to 'torch' or these to 1."
-            )
-        # either makes fully_shard hold the parameters, and the head's own are whole only while it runs
-        if self.logprob_kernel == "fused" and (self.fsdp > 1 or self.compute_dtype != "float32"):
-            raise ValueError(
-                "logprob_kernel 'fused' reads the head's weights, so it needs fsdp=1 and compute_dtype "
-                f"'float32', got fsdp={self.fsdp}, compute_dtype={self.compute_dtype!r}. "
-                "Set logprob_kernel to 'torch'."
             )
         return self

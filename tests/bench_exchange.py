@@ -72,9 +72,9 @@ def to_expert_order(sent: Any, num_experts: int) -> tuple[Tensor, Callable[[Tens
         return sent.x_RD, lambda y_PD: y_PD
     kept: list[Any] = []
 
-    def permute(x_RD: Tensor, weight_RK: Tensor, placement: Any, cell_P: Tensor, *_: Any) -> Tensor:
-        kept.append(placement.slot_TK)
-        return moe_permute(x_RD, placement.slot_TK, cell_P.numel())
+    def permute(x_RD: Tensor, _weight_RK: Tensor, pairs: Any) -> Tensor:
+        kept.append(pairs.placement.slot_TK)
+        return moe_permute(x_RD, pairs.placement.slot_TK, pairs.cell_P.numel())
 
     num_local = num_experts // dist.get_world_size()
     experts = SimpleNamespace(

@@ -9,7 +9,8 @@ exchange of one layer's tokens is timed alone as well, forward and backward.
 Prints per path: milliseconds a step (median), tokens/s a GPU, model FLOP/s utilisation against 989 TFLOP/s
 (the card's bf16 rate), peak memory. Each rank trains its own 8 x 2,048 tokens; parameters bf16, fused AdamW,
 log-probs of the 151,936-token vocabulary in recomputed chunks. What follows a + is done by fused kernels
-("all": log-probs, experts and norms; "keep": logits kept for backward). Also checks that the paths agree.
+("all": log-probs, experts, norms and rotary embedding; "adamw": the optimizer; "keep": logits kept for
+backward). Also checks that the paths agree. With `--profile` each path ends with the kernels of its step.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import functools
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,15 +30,19 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tasks.deepep_config import DeepEPConfig
 from tasks.nvlink_config import NVLinkConfig
+from tasks.policy.adamw import OnePassAdamW
 from tasks.policy.deepep import make_deepep
 from tasks.policy.dispatch import Dispatcher, ExchangeShape, LocalDispatcher, make_dispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.mesh import make_mesh, reduce_gradients
 from tasks.policy.norms import use_fused_norms
 from tasks.policy.nvlink import make_nvlink
+from tasks.policy.rotary import use_fused_rotary
 
 PEAK_FLOPS = 989e12
-FUSED = ["local+logprob", "local+logprob+experts", "local+all", "local+all+keep"]
+FUSED = ["logprob", "logprob+experts", "logprob+experts+norms", "all", "all+adamw", "all+adamw+keep"]
+ALONE = ["grouped_mm", "local", *(f"local+{fused}" for fused in FUSED), "eager"]
+BEST = "+all+adamw+keep"
 DISPATCHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "all_to_all": ("all_to_all", {}),
     "deepep": ("deepep", {}),
@@ -45,7 +51,7 @@ DISPATCHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "nvlink_fixed": ("nvlink", {"capacity": 1.5}),
 }
 """With several ranks. The last has room for 1.5 even shares of rows, and its host never waits."""
-EXCHANGES = [f"{name}{fused}" for name in DISPATCHERS for fused in ("", "+all", "+all+keep")]
+EXCHANGES = [f"{name}{fused}" for name in DISPATCHERS for fused in ("", "+all+adamw", BEST)]
 KEEP_BYTES = 5 * 2**30
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
@@ -77,8 +83,10 @@ def build(path: str, mesh) -> Qwen3MoeForCausalLM:
         attach_dispatcher(
             model, dispatcher, kernel="fused" if "experts" in fused or "all" in fused else "torch"
         )
-        if "all" in fused:
+        if "norms" in fused or "all" in fused:
             use_fused_norms(model)
+        if "all" in fused:
+            use_fused_rotary(model)
     return model.train()
 
 
@@ -151,34 +159,71 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def measure(path: str, mesh, steps: int) -> tuple[dict[str, float], float, Tensor]:
+def profile(path: str, step: Callable[[], None], rank: int) -> None:
+    """Print where the device time of two steps goes, by kernel, and how long the device had nothing to do."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as found:
+        for _ in range(2):
+            step()
+        synchronize()
+    if rank:
+        return
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in found.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    )
+    by_name: dict[str, list[float]] = {}
+    busy, end = 0.0, spans[0][0] if spans else 0.0
+    for begin, finish, name in spans:
+        by_name.setdefault(name, []).append(finish - begin)
+        busy += max(finish - max(begin, end), 0.0)
+        end = max(end, finish)
+    whole = (spans[-1][1] - spans[0][0]) / 2e3 if spans else 0.0
+    print(
+        f"profile of {path}: {whole:.1f} ms a step, device idle {whole - busy / 2e3:.1f} ms of it", flush=True
+    )
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:40]:
+        print(f"  {sum(times) / 2e3:8.2f} ms {len(times) // 2:5} x {name[:110]}", flush=True)
+
+
+def measure(path: str, mesh, steps: int, is_profiled: bool = False) -> tuple[dict[str, float], float, Tensor]:
     model = build(path, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=CUDA)
+    if "adamw" in path:
+        optimizer = OnePassAdamW(model.parameters(), lr=1e-5)
     generator = torch.Generator().manual_seed(dist.get_rank() if mesh.world else 0)
     ids_BL = torch.randint(0, model.config.vocab_size, (ROWS, LENGTH), generator=generator).to(DEVICE)
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
-    seconds, first_loss, probe = [], 0.0, torch.empty(0)
-    for step in range(steps):
-        synchronize()
-        begin = time.perf_counter()
+    seconds, first = [], {}
+
+    def one_step() -> None:
         loss = loss_of(model, ids_BL, path)
         loss.backward()
         reduce_gradients(model, mesh)
-        if step == 0:
-            first_loss = loss.item()
+        if not first:
             probe = model.model.layers[0].mlp.gate.weight.grad.float().clone()
+            first.update(loss=loss.item(), probe=probe)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(steps):
+        synchronize()
+        begin = time.perf_counter()
+        one_step()
         synchronize()
         seconds.append(time.perf_counter() - begin)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+    if is_profiled:
+        profile(path, one_step, mesh.rank)
     middle = statistics.median(seconds[len(seconds) // 3 :])
     tokens = ROWS * LENGTH
     return {
         "ms": middle * 1e3, "tokens/s": tokens / middle,
         "MFU %": 100 * flops(model, tokens) / middle / PEAK_FLOPS,
-        "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0,
-    }, first_loss, probe  # fmt: skip
+        "peak GiB": peak,
+    }, first["loss"], first["probe"]  # fmt: skip
 
 
 def flops(model: Qwen3MoeForCausalLM, tokens: int) -> float:
@@ -195,6 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--paths", nargs="*", default=[])
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     world_size, steps = int(os.environ.get("WORLD_SIZE", 1)), options.steps
     if world_size > 1:
@@ -202,10 +248,12 @@ def main() -> None:
             torch.cuda.set_device(DEVICE)
         dist.init_process_group("nccl" if CUDA else "gloo", device_id=DEVICE if CUDA else None)
     mesh = make_mesh(world_size, world_size)
-    paths = options.paths or (EXCHANGES if world_size > 1 else ["grouped_mm", "local", *FUSED, "eager"])
+    paths = options.paths or (EXCHANGES if world_size > 1 else ALONE)
     baseline = None
     for path in paths:
-        result, loss, probe = measure(path, mesh, steps if path != "eager" else max(steps // 3, 2))
+        result, loss, probe = measure(
+            path, mesh, steps if path != "eager" else max(steps // 3, 2), options.profile
+        )
         if not mesh.world or dist.get_rank() == 0:
             figures = "  ".join(f"{name} {value:,.1f}" for name, value in result.items())
             line = f"{path:21} x{world_size}  {figures}  loss {loss:.4f}"

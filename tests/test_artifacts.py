@@ -17,7 +17,7 @@ import pytest
 from publishing import manifest, publish, respond
 
 from tasks.artifacts.errors import CorruptArtifact, NotFound, ObjectConflict, VersionConflict
-from tasks.artifacts.manifest import Blob
+from tasks.artifacts.manifest import Blob, Manifest
 from tasks.artifacts.store import EMBEDDED_BUCKET, PolicyStore, open_store
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,20 +57,31 @@ def test_publishing_the_same_result_again_is_success(policy_store: PolicyStore) 
 
 
 @pytest.mark.parametrize(
-    "change", ["files", "tensor_digest", "config_digest", "code_revision", "batch", "cursor"]
+    "change", ["files", "tensor_digest", "config_digest", "code_revision", "batch", "num_samples"]
 )
 def test_other_content_under_a_published_version_is_refused_naming_both(
     policy_store: PolicyStore, change: str
 ) -> None:
     publish(policy_store, 1)
     files = policy_store.manifest(0).files
-    other = {"files": {"weights.bin": policy_store.put_bytes(b"other")}, "cursor": 7}.get(change, "other")
+    other = {"files": {"weights.bin": policy_store.put_bytes(b"other")}, "num_samples": 7}.get(
+        change, "other"
+    )
     changed = manifest(policy_store, 0, files).model_copy(update={change: other})
     with pytest.raises(VersionConflict) as caught:
         policy_store.commit(changed)
     assert policy_store.manifest(0).content_digest()[:12] in str(caught.value)
     assert changed.content_digest()[:12] in str(caught.value)
     assert policy_store.manifest(0).files == files
+
+
+def test_a_manifest_of_an_earlier_release_loads_and_is_the_same_content(policy_store: PolicyStore) -> None:
+    publish(policy_store, 1)
+    new = policy_store.manifest(0)
+    written = json.loads(new.model_dump_json()) | {"cursor": 48}
+    old = Manifest.model_validate_json(json.dumps(written))
+    assert old == new and old.content_digest() == new.content_digest()
+    assert "cursor" not in old.model_dump()
 
 
 def test_versions_have_no_gaps(policy_store: PolicyStore) -> None:

@@ -11,21 +11,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from families import tiny_policy, token_ids
+from families import VOCAB, tiny_policy, token_ids
 from ranks import run_ranks
+from steps import micro_batch, one_step, single_process
+from test_parallel import check_step, packed_batch
 from torch import Tensor
 
+from tasks.policy import logprobs
 from tasks.policy.dispatch import AllToAllDispatcher, LocalDispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.fsdp import shard_parameters
-from tasks.policy.logprobs import logprobs_without_logits, token_logprobs_and_entropy
+from tasks.policy.logprobs import token_logprobs_and_entropy, without_logits
 from tasks.policy.mesh import make_mesh
 from tasks.policy.norms import use_fused_norms
 from tasks.policy.packed import packed_attention_mask
+from tasks.policy.parallel import distribute
 from tasks.policy.recompute import checkpoint_activations
+from tasks.policy.rotary import use_fused_rotary
 from tasks.policy.shards import whole_tensor
 
 FUSED_FAMILIES = ["qwen3_moe", "deepseek_v3", "mixtral", "glm4_moe"]
+TURNS_HALVES = ["qwen3_moe", "mixtral", "glm4_moe"]
 
 
 def step(
@@ -43,6 +49,8 @@ def step(
     attach_dispatcher(model, LocalDispatcher(), kernel="fused" if fused else "torch")
     if fused:
         use_fused_norms(model)
+        if family in TURNS_HALVES:
+            use_fused_rotary(model)
     if checkpointed:
         checkpoint_activations(model)
     ids_BL = token_ids(0).to(device)
@@ -63,7 +71,7 @@ def step(
         }
         is_predicted_BM = (mask_BL[:, 1:] & mask_BL[:, :-1]).bool() & (position_BL[:, 1:] > 0)
         target_BM = torch.where(is_predicted_BM, ids_BL[:, 1:], -1)
-        pair = logprobs_without_logits(model, inputs, target_BM, 0.8)
+        pair = without_logits()(model, inputs, target_BM, 0.8)
         logprob_BL, entropy_BL = (torch.nn.functional.pad(x, (1, 0)) for x in pair)
     else:
         kernel = "fused" if fused else "torch"
@@ -114,6 +122,7 @@ def check_sharded(rank: int, world_size: int) -> None:
         shard_parameters(model, mesh, compute_dtype=torch.float32)
         if fused:
             use_fused_norms(model)
+            use_fused_rotary(model)
         checkpoint_activations(model)
         ids_BL = token_ids(rank)
         logprob_BL, _ = token_logprobs_and_entropy(model, ids_BL, torch.ones_like(ids_BL), 1.0)
@@ -125,8 +134,49 @@ def check_sharded(rank: int, world_size: int) -> None:
         torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=bound)
 
 
-def test_fused_experts_and_norms_work_on_split_parameters():
+def test_fused_experts_norms_and_rotary_work_on_split_parameters():
     run_ranks(check_sharded, 2)
+
+
+def check_fused_logprobs(rank: int, world_size: int, *args: Any) -> None:
+    """The plain step's own check, with log-probabilities by the kernel's formula; forked, so it ends here."""
+    logprobs._from_logits = logprobs.without_logits()  # the choice itself is refused without CUDA
+    check_step(rank, world_size, *args)
+
+
+@pytest.mark.parametrize(("family", "packed"), [("qwen3_moe", False), ("deepseek_v3", True)])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"ep": 1, "fsdp": 2}, {"ep": 2, "fsdp": 2}, {"ep": 1, "tp": 2}, {"ep": 1, "cp": 2}, {"ep": 1, "pp": 2}],
+    ids=str,
+)
+def test_fused_logprobs_make_the_step_of_one_rank_on_each_axis(family, sizes, packed):
+    model = tiny_policy(family, vocab_size=VOCAB + 1)  # even, so that tp splits it
+    batches = [packed_batch(seed) if packed else micro_batch(seed) for seed in range(3)]
+    expected = single_process(model, batches)
+    run_ranks(check_fused_logprobs, 2, sizes, model, expected, batches, False)
+
+
+def check_half_precision_logprobs(rank: int, world_size: int, sizes: dict[str, int]) -> None:
+    plain, found = logprobs._from_logits, []
+    for read in (plain, logprobs.without_logits()):
+        logprobs._from_logits = read
+        mesh, model = make_mesh(world_size, **sizes), tiny_policy("qwen3_moe").train()
+        attach_dispatcher(model, LocalDispatcher())
+        distribute(model, mesh, compute_dtype=torch.bfloat16)
+        found.append(one_step(model, mesh, [micro_batch(seed) for seed in range(3)], max_grad_norm=1e9))
+    (plain_metrics, plain_gradients), (metrics, gradients) = found
+    assert metrics["loss"] == pytest.approx(plain_metrics["loss"], rel=1e-5)  # the same bf16 logits
+    assert gradients.keys() == plain_gradients.keys()
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float32
+        # the slope of a logit is rounded to bf16 once more (2 to the -9), as each product after it is
+        assert (gradient - plain_gradients[name]).norm() <= 1e-2 * plain_gradients[name].norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 1, "fsdp": 2}, {"ep": 1}], ids=str)
+def test_fused_logprobs_take_the_weights_that_are_computed_with(sizes):
+    run_ranks(check_half_precision_logprobs, 2, sizes)
 
 
 @pytest.mark.gpu
@@ -156,12 +206,14 @@ def test_fused_kernels_are_refused_where_they_cannot_run():
         TrainConfig(logprob_kernel="fused")
     assert TrainConfig(backend="nccl", norm_kernel="fused").kernels["norms"] == "fused"
     assert set(TrainConfig().kernels.values()) == {"torch"}
-    for split in ({"fsdp": 2}, {"compute_dtype": "bfloat16"}):
-        with pytest.raises(ValueError, match="needs fsdp=1 and compute_dtype 'float32'"):
-            TrainConfig.model_validate({"backend": "nccl", "logprob_kernel": "fused", **split})
-        TrainConfig.model_validate({"backend": "nccl", "expert_kernel": "fused", **split})
+    for split in ({"fsdp": 2}, {"tp": 2}, {"cp": 2}, {"compute_dtype": "bfloat16"}):
+        TrainConfig.model_validate({"backend": "nccl", "logprob_kernel": "fused", **split})
     model = tiny_policy("qwen3_moe")
     with pytest.raises(ValueError, match="must run on CUDA"):
         token_logprobs_and_entropy(model, token_ids(0), torch.ones_like(token_ids(0)), 1.0, kernel="fused")
+    with pytest.raises(ValueError, match=r"halves of a head, got model.layers.0.self_attn \(Deepseek"):
+        use_fused_rotary(tiny_policy("deepseek_v3"))
+    with pytest.raises(ValueError, match="needs attention that calls apply_rotary_pos_emb, got Linear"):
+        use_fused_rotary(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="SwiGLU experts without biases"):
         attach_dispatcher(copy.deepcopy(tiny_policy("gpt_oss")), LocalDispatcher(), kernel="fused")

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.fsdp import shard_parameters
-from tasks.policy.mesh import clip_gradients, make_mesh, reduce_gradients, split_parameters
+from tasks.policy.mesh import _square_sum, clip_gradients, make_mesh, reduce_gradients, split_parameters
 from tasks.policy.shards import local_tensor
 from tasks.policy.trainer import make_optimizer, token_logprobs_and_entropy, train_minibatch
 from tasks.policy.weights import disk_tensors, tensor_digest
@@ -234,6 +234,11 @@ def check_reduction(rank: int, world_size: int, model: PreTrainedModel) -> None:
 
 def test_gradients_are_summed_where_a_parameter_is_shared_and_counted_once_in_the_norm():
     run_ranks(check_reduction, 4, tiny_policy("qwen3_moe"))
+
+
+def test_a_rank_with_nothing_to_count_counts_it_where_its_parameters_are():
+    """Two sums of one device are stacked; over NCCL the first rank without a dense part to count failed."""
+    assert _square_sum([], torch.device("meta")).device.type == "meta"
 
 
 def test_a_mesh_or_norm_that_cannot_be_is_refused():

@@ -34,8 +34,10 @@ BFLOAT16 |= {"activation_checkpointing": True}
 DEEPEP = {"dispatcher": "deepep", "deepep": {"max_tokens": 4096}}
 
 
-def train_batch(run: CampaignRun, iteration: int, behavior_version: int) -> TrainBatch:
-    """32 samples in two mini-batches, sealed in the store."""
+def train_batch(
+    run: CampaignRun, iteration: int, behavior_version: int, *, minibatches: int = 2
+) -> TrainBatch:
+    """32 samples in so many mini-batches, sealed in the store."""
     import polars as pl
 
     from tasks.schema import TrainFrame, polars_schema, to_bytes
@@ -51,7 +53,7 @@ def train_batch(run: CampaignRun, iteration: int, behavior_version: int) -> Trai
             "policy_version": behavior_version, "prompt_ids": [3, 4, 5], "reward": 0.0,
             "response_ids": torch.randint(3, 30, (length,), generator=generator).tolist(),
             "behavior_logprob": [-3.5] * length, "loss_mask": [True] * length,
-            "advantage": -1.0 + index % 3, "minibatch": index // 16,
+            "advantage": -1.0 + index % 3, "minibatch": index * minibatches // 32,
         }  # fmt: skip
         rows.append(known)
     payload = to_bytes(pl.DataFrame(rows, schema={name: columns[name] for name in rows[0]}))
@@ -106,7 +108,8 @@ def check(manifests: list[Manifest], dispatcher: str) -> None:
         assert manifest.num_samples == 32 and manifest.metrics["steps"] == 2
         assert manifest.metrics["skipped_steps"] == 0 and 0 < manifest.metrics["grad_norm"] < 1e3
         assert manifest.means["dispatcher"].startswith(f"{dispatcher} over ")
-        assert manifest.means["kernels"] == "logprob torch, experts torch, norms torch, loss torch"
+        parts = "logprob", "experts", "norms", "loss", "rotary", "optimizer"
+        assert manifest.means["kernels"] == ", ".join(f"{part} torch" for part in parts)
         assert f"torch {torch.__version__.split('+')[0]}" in manifest.means["libraries"]
         assert any(name.startswith("optimizer") for name in manifest.files)
 

@@ -2,6 +2,7 @@
 
 Shape key: T tokens, D features, V vocabulary, K places a row may be copied to, P copies, H expert width,
 B groups of a row, F values of a group; O and I outputs and inputs of a weight, o and i blocks of them.
+Of ``rotary``: B sequences, H heads, L tokens of a sequence, R features of a head that turn.
 """
 
 from __future__ import annotations
@@ -90,3 +91,24 @@ def quant_fp8_128x128(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 def dequant_fp8_128x128(bytes_OI: Tensor, scale_oi: Tensor) -> Tensor:
     scale_OI = scale_oi.repeat_interleave(FP8_GROUP, 0).repeat_interleave(FP8_GROUP, 1)
     return bytes_OI.float() * scale_OI[: bytes_OI.shape[0], : bytes_OI.shape[1]]
+
+
+def rotary(x_BHLD: Tensor, cos_BLR: Tensor, sin_BLR: Tensor) -> Tensor:
+    """The halves of the first R features of each head turned against each other by a token's angles."""
+    turned, rest = x_BHLD.split([cos_BLR.shape[-1], x_BHLD.shape[-1] - cos_BLR.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    across = torch.cat((-second, first), dim=-1)
+    return torch.cat((turned * cos_BLR[:, None] + across * sin_BLR[:, None], rest), dim=-1)
+
+
+def adamw_step(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, keep: float, beta1: float,
+    beta2: float, step_size: float, root: float, eps: float,
+) -> None:  # fmt: skip
+    """In place; ``keep`` is what weight decay leaves, ``root`` that of the second moment's correction."""
+    wide = torch.promote_types(param.dtype, torch.float32)
+    mean = beta1 * exp_avg.to(wide) + (1 - beta1) * grad.to(wide)
+    square = beta2 * exp_avg_sq.to(wide) + (1 - beta2) * grad.to(wide).square()
+    param.copy_(keep * param.to(wide) - step_size * mean / (square.sqrt() / root + eps))
+    exp_avg.copy_(mean)
+    exp_avg_sq.copy_(square)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -118,8 +118,6 @@ class Manifest(BaseModel):
     critic: str = ""
     """Key of the manifest of the critic that was trained with it; empty if none."""
     num_samples: int = Field(default=0, ge=0)
-    cursor: int = Field(default=0, ge=0)
-    """What earlier releases wrote in place of ``data``; it counted other prompts than were offered."""
     data: DataCursor | None = None
     """Where the next iteration reads."""
     ledger: LedgerPosition | None = None
@@ -130,6 +128,12 @@ class Manifest(BaseModel):
     waiting: dict[str, float] = {}
     """Seconds that stages worked (``busy/<stage>``) and waited (``idle/<stage>``), summed over workers. Apart
     from the metrics, which two runs of one campaign share to the bit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_releases_wrote_a_cursor(cls, data: Any) -> Any:
+        """In place of ``data``; it counted other prompts than were offered, and nobody reads it."""
+        return {k: v for k, v in data.items() if k != "cursor"} if isinstance(data, dict) else data
 
     @field_validator("files")
     @classmethod

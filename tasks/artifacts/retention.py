@@ -6,7 +6,8 @@ due, the reference of the loss. So its own workers and evaluations need no hold;
 student of a teacher here) does. The newest is always kept. A manifest is never removed: a retired version
 stays in the lineage, with a record that says when and why its files went, and numbers have no gaps. A file
 goes when no kept manifest names it; since a manifest names the full file and every patch that its files are
-made of, a kept version needs nothing of a retired one.
+made of, a kept version needs nothing of a retired one. What a stopped update to the next version had done
+stays as well (``unfinished.py``).
 
 Deleting adds a marker in a versioned bucket: readers that know a VersionId go on until the bucket's lifecycle
 rule frees the bytes (``configs/cluster/s3-lifecycle.json``). Files younger than ``min_age_hours`` stay, since
@@ -21,6 +22,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from tasks.artifacts.manifest import Manifest, stored_objects
+from tasks.artifacts.unfinished import PREFIX, needed_blobs
 from tasks.config import CampaignConfig
 from tasks.session import is_evaluated
 
@@ -111,8 +113,12 @@ def plan_retention(store: "PolicyStore", keep: Keep, *, now: datetime | None = N
     scores = evaluation_scores(store, keep.metric)
     needed_by = needed_by_runs(store, alive)
     kept = reasons_to_keep([m.version for m in alive], keep, scores=scores, held=held, needed_by=needed_by)
-    needed = needed_keys(m for m in alive if m.version in kept)
+    newest = max(m.version for m in manifests)
+    needed = needed_keys(m for m in alive if m.version in kept) | needed_blobs(store, newest + 1)
     listed = [entry for entry in store.bucket.entries(store.root + "blobs/") if entry.key not in needed]
+    current = f"{store.root}{PREFIX}{newest + 1:012d}/"  # of the update that runs or goes on
+    records = store.bucket.entries(store.root + PREFIX)
+    listed += [entry for entry in records if not entry.key.startswith(current)]
     old = [entry for entry in listed if now - entry.modified >= timedelta(hours=keep.min_age_hours)]
     notes = []
     if keep.best and not scores:
@@ -122,7 +128,7 @@ def plan_retention(store: "PolicyStore", keep: Keep, *, now: datetime | None = N
         retired=[m.version for m in alive if m.version not in kept],
         keys=[entry.key for entry in old],
         num_bytes=sum(entry.size for entry in old),
-        newest=max(m.version for m in manifests),
+        newest=newest,
         young=len(listed) - len(old),
         notes=notes,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from tasks.policy.progress import Progress, slow_ranks
 from tasks.policy.router import RouterBalance
 from tasks.policy.router_bias import RouterBias
 from tasks.policy.routing import Routing
+from tasks.policy.stopping import StopRequest
 from tasks.policy.trainer import Read, policy_reader, train_minibatch
 from tasks.rl.losses import supervised_loss
 from tasks.rl.objective import PER_TOKEN, policy_objective
@@ -30,6 +31,15 @@ from tasks.rl.packing import (
     rank_share,
 )
 from tasks.rl.preparation import prepare_rows
+
+
+@dataclass(kw_only=True, slots=True)
+class Position:
+    """How far a pass is, and what it has summed up: with the trainee, all it needs to go on."""
+
+    done: int = 0
+    """Mini-batches, counted over epochs."""
+    totals: dict[str, float] = field(default_factory=lambda: {"steps": 0.0, "skipped": 0.0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,9 @@ class Trainee:
     balance: RouterBalance | None
     bias: RouterBias | None = None
     routing: Routing | None = None
+    stop: StopRequest | None = None
+    reseed: Callable[[int], None] = lambda _number: None
+    """Called before each mini-batch with its place in the pass: what is drawn there depends on that alone."""
 
     def reader(self, config: CampaignConfig, *, objective: str) -> Read:
         """How a batch is read: samples at the temperature they were sampled with, demonstrations at 1."""
@@ -55,15 +68,22 @@ class Trainee:
 
 
 def train(
-    trainee: Trainee, rows: list[dict[str, Any]], config: CampaignConfig, *, objective: str
+    trainee: Trainee,
+    rows: list[dict[str, Any]],
+    config: CampaignConfig,
+    *,
+    objective: str,
+    position: Position | None = None,
 ) -> dict[str, float]:
     """One optimizer step a mini-batch, ``num_epochs`` times over the batch; metrics are means over tokens or
     steps.
 
     A skipped step counts as one and adds nothing else: what it would add is not finite. A mini-batch of which
-    a correction dropped every token takes no step.
+    a correction dropped every token takes no step. Goes on behind ``position`` and moves it, so that it is
+    right when ``StopAgreed`` ends the pass between two mini-batches.
     """
-    mesh, totals = trainee.mesh, {"steps": 0.0, "skipped": 0.0}
+    position = position or Position()
+    mesh, totals = trainee.mesh, position.totals
     report, num_epochs = {}, 1
     if objective == "clipped_policy":
         rows, report = prepare_rows(rows, config.algorithm)
@@ -71,15 +91,18 @@ def train(
     minibatches: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         minibatches.setdefault(row["minibatch"], []).append(row)
-    for number, members in sorted(minibatches.items()) * num_epochs:
-        if not num_trained_tokens(members):
-            continue
-        sums = _step(trainee, number, members, config, objective=objective)
-        if sums["skipped"]:
-            sums = {"skipped": 1.0}
-        for name, value in (sums | {"steps": 1}).items():
-            totals[name] = totals.get(name, 0.0) + value
-        trainee.nonfinite.count(is_skipped="loss" not in sums, minibatch=number)
+    order = sorted(minibatches.items()) * num_epochs
+    for place in range(position.done, len(order)):
+        number, members = order[place]
+        if num_trained_tokens(members):
+            trainee.reseed(place)
+            sums = _step(trainee, number, members, config, objective=objective)
+            if sums["skipped"]:
+                sums = {"skipped": 1.0}
+            for name, value in (sums | {"steps": 1}).items():
+                totals[name] = totals.get(name, 0.0) + value
+            trainee.nonfinite.count(is_skipped="loss" not in sums, minibatch=number)
+        position.done = place + 1
     tokens = max(totals.get("tokens", 0.0), 1.0)
     taken = max(totals["steps"] - totals["skipped"], 1.0)
     per_token = {name: totals[name] / tokens for name in PER_TOKEN if name in totals}
@@ -131,6 +154,7 @@ def _step(
         bias=trainee.bias,
         progress=trainee.progress,
         on_nonfinite=keep,
+        stop=trainee.stop,
     )
 
 

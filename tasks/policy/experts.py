@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,18 @@ class ExpertShard:
     start: int
     count: int
     num_experts: int
+
+
+class SortedPairs(NamedTuple):
+    """(row, expert) pairs by expert, which is how grouped products take them."""
+
+    end_e: Tensor
+    """Where each expert's pairs end."""
+    expert_P: Tensor
+    placement: Placement | None = None
+    """Which rows the pairs are of; none where the rows are the pairs."""
+    cell_P: Tensor | None = None
+    """Each pair's place among the flattened routing weights; with a placement only."""
 
 
 def attach_dispatcher(
@@ -147,7 +159,8 @@ def local_experts(experts: Any, x_RD: Tensor, expert_RK: Tensor, weight_RK: Tens
     cell_P, expert_P = order[:num_pairs], sorted_expert[:num_pairs]
     placement = invert(cell_P, num_rows, num_places)
     _add_load(experts, torch.diff(end_e, prepend=end_e.new_zeros(1)))
-    return experts.compute_rows(x_RD, weight_RK, placement, cell_P, expert_P, end_e)
+    pairs = SortedPairs(end_e=end_e, expert_P=expert_P, placement=placement, cell_P=cell_P)
+    return experts.compute_rows(x_RD, weight_RK, pairs)
 
 
 def grouped_experts(
@@ -158,47 +171,27 @@ def grouped_experts(
     What comes out in rows past the last is unspecified, and so is their gradient.
     """
     _add_load(experts, groups.count_e)
-    return experts.compute_rows(x_PD, weight_P1, None, None, expert_P1[:, 0], groups.end_e)
+    return experts.compute_rows(x_PD, weight_P1, SortedPairs(end_e=groups.end_e, expert_P=expert_P1[:, 0]))
 
 
-def weighted_rows(
-    experts: Any,
-    x_RD: Tensor,
-    weight_RK: Tensor,
-    placement: Placement | None,
-    cell_P: Tensor | None,
-    expert_P: Tensor,
-    end_e: Tensor,
-) -> Tensor:
-    """What ``local_experts`` returns once the pairs are sorted; may run again in the backward pass.
-
-    ``cell_P`` is each pair's place in the flattened ``weight_RK``, ``end_e`` where each expert's pairs end.
-    Without a placement the rows are the pairs.
-    """
-    x_PD = x_RD if placement is None else gather_rows(x_RD, placement)
+def weighted_rows(experts: Any, x_RD: Tensor, weight_RK: Tensor, pairs: SortedPairs) -> Tensor:
+    """What ``local_experts`` returns once the pairs are sorted; may run again in the backward pass."""
+    x_PD = x_RD if pairs.placement is None else gather_rows(x_RD, pairs.placement)
     if experts.has_gate:
-        h_PH = experts._apply_gate(_grouped_linear(experts, "gate_up_proj", x_PD, end_e, expert_P))
+        h_PH = experts._apply_gate(_grouped_linear(experts, "gate_up_proj", x_PD, pairs))
     else:
-        h_PH = experts.act_fn(_grouped_linear(experts, "up_proj", x_PD, end_e, expert_P))
-    y_PD = _grouped_linear(experts, "down_proj", h_PH, end_e, expert_P)
-    y_PD = y_PD * (weight_RK if cell_P is None else weight_RK.flatten()[cell_P, None])
-    return (y_PD if placement is None else sum_rows(y_PD, placement)).to(x_RD.dtype)
+        h_PH = experts.act_fn(_grouped_linear(experts, "up_proj", x_PD, pairs))
+    y_PD = _grouped_linear(experts, "down_proj", h_PH, pairs)
+    y_PD = y_PD * (weight_RK if pairs.cell_P is None else weight_RK.flatten()[pairs.cell_P, None])
+    return (y_PD if pairs.placement is None else sum_rows(y_PD, pairs.placement)).to(x_RD.dtype)
 
 
-def fused_weighted_rows(
-    experts: Any,
-    x_RD: Tensor,
-    weight_RK: Tensor,
-    placement: Placement | None,
-    cell_P: Tensor | None,
-    expert_P: Tensor,
-    end_e: Tensor,
-) -> Tensor:
+def fused_weighted_rows(experts: Any, x_RD: Tensor, weight_RK: Tensor, pairs: SortedPairs) -> Tensor:
     """``weighted_rows`` for SwiGLU without biases, with the weight applied before the down projection."""
-    x_PD, weight_P = x_RD, weight_RK.flatten()
-    if placement is not None and cell_P is not None:
-        x_PD = moe_permute(x_RD, placement.slot_TK, cell_P.numel())
-        weight_P = permute_weights(weight_RK, cell_P, placement.slot_TK)
+    x_PD, weight_P, end_e, placement = x_RD, weight_RK.flatten(), pairs.end_e, pairs.placement
+    if placement is not None and pairs.cell_P is not None:
+        x_PD = moe_permute(x_RD, placement.slot_TK, pairs.cell_P.numel())
+        weight_P = permute_weights(weight_RK, pairs.cell_P, placement.slot_TK)
     gate_up_PJ = _grouped_product(experts, "gate_up_proj", x_PD, end_e)
     y_PD = _grouped_product(experts, "down_proj", swiglu_weighted(gate_up_PJ, weight_P, end_e[-1]), end_e)
     return (y_PD if placement is None else moe_unpermute(y_PD, placement.slot_TK)).to(x_RD.dtype)
@@ -217,8 +210,8 @@ def _grouped_product(experts: Any, leaf: str, x_PI: Tensor, end_e: Tensor) -> Te
     return F.grouped_mm(x_PI, weight if experts.is_transposed else weight.transpose(1, 2), offs=end_e)
 
 
-def _grouped_linear(experts: Any, leaf: str, x_PI: Tensor, end_e: Tensor, expert_P: Tensor) -> Tensor:
-    y_PO = _grouped_product(experts, leaf, x_PI, end_e)
+def _grouped_linear(experts: Any, leaf: str, x_PI: Tensor, pairs: SortedPairs) -> Tensor:
+    y_PO, expert_P = _grouped_product(experts, leaf, x_PI, pairs.end_e), pairs.expert_P
     if not experts.has_bias:
         return y_PO
     # a row without an expert must leave nothing in a bias's gradient

@@ -1,12 +1,12 @@
 """Log-probabilities and entropies of a micro-batch's tokens, on whatever part of a model this rank has.
 
 Shape key: B sequences of a micro-batch, L tokens of the longest, M = L - 1, l positions of this rank's block,
-V vocabulary, D features, N = B M.
+m either of these, V vocabulary, D features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from tasks.policy.collectives import join_to_equal
 from tasks.policy.context import model_inputs, my_block
-from tasks.policy.vocabulary import split_logprob_entropy
+from tasks.policy.vocabulary import split_logprob_entropy, vocabulary_block
 
 LogprobKernel = Literal["torch", "fused"]
 """``torch`` holds the logits of a whole micro-batch in float32; ``fused`` never does, and needs CUDA."""
@@ -53,20 +53,16 @@ def token_logprobs_and_entropy(
     is_predicted_BM = mask_BL[:, 1:] & mask_BL[:, :-1] & (position_known_BL[:, 1:] > 0)
     target_BM = torch.where(is_predicted_BM, input_ids_BL[:, 1:], -1)
     inputs = stage_inputs(model, input_ids_BL, attention_mask_BL, position_BL, hidden_BlD, cp_group)
-    if kernel == "fused":
-        if not input_ids_BL.is_cuda:
-            raise ValueError(
-                f"logprob_kernel 'fused' must run on CUDA, got {input_ids_BL.device}. Set it to 'torch'."
-            )
-        logprob_BM, entropy_BM = logprobs_without_logits(model, inputs, target_BM, temperature, keep_gb)
-    elif cp_group is None:
-        logits_BMV = model(**inputs).logits[:, :-1].float() / temperature
-        logprob_BM, entropy_BM = _logprob_entropy(model, logits_BMV, target_BM)
+    if kernel == "fused" and not input_ids_BL.is_cuda:
+        raise ValueError(
+            f"logprob_kernel 'fused' must run on CUDA, got {input_ids_BL.device}. Set it to 'torch'."
+        )
+    read = without_logits(keep_gb) if kernel == "fused" else _from_logits
+    if cp_group is None:
+        logprob_BM, entropy_BM = read(model, inputs, target_BM, temperature)
     else:  # the last position of a block predicts the first token of the next, which every rank knows
         target_Bl = my_block(F.pad(target_BM, (0, 1), value=-1), cp_group, fill=-1)
-        both_2Bl = torch.stack(
-            _logprob_entropy(model, model(**inputs).logits.float() / temperature, target_Bl)
-        )
+        both_2Bl = torch.stack(read(model, inputs, target_Bl, temperature))
         logprob_BM, entropy_BM = join_to_equal(both_2Bl, cp_group, dim=2)[:, :, : target_BM.shape[1]]
     none_B1 = logprob_BM.new_zeros(logprob_BM.shape[0], 1)
     return (
@@ -98,38 +94,59 @@ def _positions(attention_mask_BL: Tensor, position_BL: Tensor | None) -> Tensor:
     return (attention_mask_BL.bool().cumsum(dim=1) - 1).clamp(min=0)
 
 
-def _logprob_entropy(model: PreTrainedModel, logits_BMV: Tensor, target_BM: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each target (any where it is negative), and of its distribution."""
-    target_BM = target_BM.clamp(min=0)
+def _from_logits(
+    model: PreTrainedModel, inputs: Mapping[str, Any], target_Bm: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Of each target (any where it is negative), and of its distribution; m positions from the first on."""
+    logits_BmV = model(**inputs).logits[:, : target_Bm.shape[1]].float() / temperature
+    target_Bm = target_Bm.clamp(min=0)
     group = getattr(model.get_output_embeddings(), "vocabulary_group", None)
     if group is not None:
-        return split_logprob_entropy(logits_BMV, target_BM, group)
-    logprobs_BMV = torch.log_softmax(logits_BMV, dim=-1)
-    logprob_BM = logprobs_BMV.gather(-1, target_BM[..., None]).squeeze(-1)
-    return logprob_BM, -(logprobs_BMV.exp() * logprobs_BMV).sum(dim=-1)
+        return split_logprob_entropy(logits_BmV, target_Bm, group)
+    logprobs_BmV = torch.log_softmax(logits_BmV, dim=-1)
+    logprob_Bm = logprobs_BmV.gather(-1, target_Bm[..., None]).squeeze(-1)
+    return logprob_Bm, -(logprobs_BmV.exp() * logprobs_BmV).sum(dim=-1)
 
 
-def logprobs_without_logits(
-    model: PreTrainedModel,
-    inputs: Mapping[str, Any],
-    target_BM: Tensor,
-    temperature: float,
-    keep_gb: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """From the last hidden states and the head's weights; 0 where the target is negative."""
-    head: Any = model.get_output_embeddings()
-    altered = [name for name in ALTERED_LOGITS if getattr(model.config, name, None)]
-    if altered or getattr(head, "bias", None) is not None:
-        raise ValueError(
-            "logprob_kernel 'fused' needs logits that are hidden states times weights, got "
-            f"{type(model).__name__} with {', '.join(altered) or 'a bias'}. Set it to 'torch'."
-        )
-    hidden_BMD = model.base_model(**inputs).last_hidden_state[:, :-1]
-    logprob_N, entropy_N = selective_logprob_entropy(
-        hidden_BMD.flatten(0, 1),
-        head.weight,
-        target_BM.flatten(),
-        temperature=temperature,
-        keep_bytes=int(keep_gb * 2**30),
-    )
-    return logprob_N.view(target_BM.shape), entropy_N.view(target_BM.shape)
+def without_logits(keep_gb: float = 0.0) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``_from_logits`` that never holds them; 0 where the target is negative.
+
+    It runs as the head's own forward, inside the model's: only there are the weights whole and of the type
+    that is computed in, where ``fully_shard`` keeps rows of float32 masters, and only there does it see to
+    their gradient.
+    """
+
+    def read(
+        model: PreTrainedModel, inputs: Mapping[str, Any], target_Bm: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        head: Any = model.get_output_embeddings()
+        altered = [name for name in ALTERED_LOGITS if getattr(model.config, name, None)]
+        if altered or getattr(head, "bias", None) is not None:
+            raise ValueError(
+                "logprob_kernel 'fused' needs logits that are hidden states times weights, got "
+                f"{type(model).__name__} with {', '.join(altered) or 'a bias'}. Set it to 'torch'."
+            )
+
+        def forward(hidden_BlD: Tensor) -> Tensor:
+            hidden_BmD = hidden_BlD[:, : target_Bm.shape[1]]
+            both = selective_logprob_entropy(
+                hidden_BmD.flatten(0, 1),
+                head.weight,
+                target_Bm.flatten(),
+                temperature=temperature,
+                keep_bytes=int(keep_gb * 2**30),
+                block=vocabulary_block(head),
+            )
+            return torch.stack([part.view(target_Bm.shape) for part in both], dim=-1)
+
+        own = vars(head).get("forward")  # that of a head split by tensor parallelism
+        head.forward = forward
+        try:
+            both_Bm2 = model(**inputs).logits
+        finally:
+            del head.forward
+            if own is not None:
+                head.forward = own
+        return both_Bm2[..., 0], both_Bm2[..., 1]
+
+    return read

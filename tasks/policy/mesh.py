@@ -172,13 +172,13 @@ def clip_gradients(model: nn.Module, mesh: ParallelMesh, max_norm: float) -> flo
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}. Use inf to measure without clipping.")
     dense, experts = _named_parameters(model)
-    sums = torch.stack(
-        [
-            _square_sum([param for name, param in dense.items() if _is_counted(model, mesh, name)]),
-            # without fsdp, a tp group larger than an ep group holds the experts several times
-            _square_sum(list(experts.values()) if mesh.fsdp > 1 or mesh.holder < mesh.ep else []),
-        ]
-    ).to(next(model.parameters()).device)
+    counted = (
+        [param for name, param in dense.items() if _is_counted(model, mesh, name)],
+        # without fsdp, a tp group larger than an ep group holds the experts several times
+        list(experts.values()) if mesh.fsdp > 1 or mesh.holder < mesh.ep else [],
+    )
+    device = next(model.parameters()).device  # a rank may have nothing to count, and counts it there
+    sums = torch.stack([_square_sum(params, device) for params in counted])
     if mesh.copy_group is not None:
         with BLOCKED:
             dist.all_reduce(sums, group=mesh.copy_group)
@@ -242,8 +242,7 @@ def _buckets(grads: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor
         yield bucket
 
 
-def _square_sum(params: list[nn.Parameter]) -> Tensor:
-    device = params[0].device if params else None
+def _square_sum(params: list[nn.Parameter], device: torch.device) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for param in params:
         if param.grad is not None:

@@ -84,6 +84,10 @@ class RoutingReplay:
         sums, self._sums = self._sums, {}
         return sums
 
+    def go_on_from(self, sums: dict[str, Tensor]) -> None:
+        """Begin with what was summed up before."""
+        self._sums = sums
+
     def _route(
         self, router: Any, layer: int, forward: Callable[[Tensor], tuple[Tensor, ...]], hidden: Tensor
     ) -> tuple[Tensor, ...]:

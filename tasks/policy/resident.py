@@ -17,12 +17,14 @@ from tasks.policy.epoch import Trainee
 from tasks.policy.means import open_dispatcher
 from tasks.policy.mesh import ParallelMesh, make_mesh
 from tasks.policy.snapshot import HostArena
+from tasks.policy.stopping import StopRequest
 
 
 class Resident:
     """Empty at first, and for a process of one update until its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: StopRequest | None = None) -> None:
+        self.stop = stop or StopRequest()
         self.mesh: ParallelMesh | None = None
         self.trainee: Trainee | None = None
         self.arena: HostArena | None = None

@@ -21,6 +21,9 @@ from tasks.policy.progress import BLOCKED
 from tasks.policy.replay import MicroBatch, Replay, RoutingReplay
 from tasks.policy.router import router_modules
 
+Sums = tuple[dict[str, list[int]], dict[str, float], dict[str, float]]
+"""Of one rank: loads and entropies by router, and replayed selections; plain numbers, exact."""
+
 
 class Routing:
     """Sums over the forward passes of an update, padding left out; call before ``checkpoint_activations``."""
@@ -53,15 +56,12 @@ class Routing:
         """Over all ranks, since the last call: largest and smallest load of an expert in any layer as
         multiples of the mean; mean entropy of the routers as a share of its maximum; ``router/drift``, the
         share of the engine's choices that the trainer's own routers would not have made. Collective."""
-        by_rank: list[Any] = [self._take_sums()]
-        if mesh.world is not None:
-            mine, by_rank = by_rank[0], [None] * mesh.world_size
-            with BLOCKED:
-                dist.all_gather_object(by_rank, mine, group=mesh.world)
+        by_rank = self.gather_sums(mesh)
         load_E: dict[str, Tensor] = {}  # by router: pipeline stages hold different ones
         entropy, replayed, alike = 0.0, 0.0, 0.0
         for loads, entropies, replays in by_rank:
-            for name, counts_E in loads.items():
+            for name, counts in loads.items():
+                counts_E = torch.tensor(counts)
                 load_E[name] = load_E[name] + counts_E if name in load_E else counts_E
             entropy += sum(entropies.values())
             replayed, alike = replayed + replays.get("replayed", 0.0), alike + replays.get("alike", 0.0)
@@ -76,10 +76,26 @@ class Routing:
         }
         return found | ({"router/drift": 1 - alike / replayed} if replayed else {})
 
-    def _take_sums(self) -> tuple[dict[str, Tensor], dict[str, float], dict[str, float]]:
-        """Loads and entropies by router, and replayed selections, as a rank can send them to others."""
+    def gather_sums(self, mesh: ParallelMesh) -> list[Sums]:
+        """What each rank has summed up since the last call, which begins anew. Collective."""
+        by_rank: list[Any] = [self._take_sums()]
+        if mesh.world is not None:
+            mine, by_rank = by_rank[0], [None] * mesh.world_size
+            with BLOCKED:
+                dist.all_gather_object(by_rank, mine, group=mesh.world)
+        return by_rank
+
+    def go_on_from(self, sums: Sums, device: torch.device) -> None:
+        """Begin with what this rank had summed up, to the bit, when an update was stopped."""
+        loads, entropies, replays = sums
+        self._load_E = {name: torch.tensor(counts, device=device) for name, counts in loads.items()}
+        self._entropy = {name: torch.tensor(value, device=device) for name, value in entropies.items()}
+        if self._replay is not None:
+            self._replay.go_on_from({n: torch.tensor(int(v), device=device) for n, v in replays.items()})
+
+    def _take_sums(self) -> Sums:
         replayed = self._replay.take_sums() if self._replay is not None else {}
-        loads = {name: load_E.cpu() for name, load_E in self._load_E.items()}
+        loads = {name: load_E.tolist() for name, load_E in self._load_E.items()}
         entropies = {name: value.item() for name, value in self._entropy.items()}
         self._load_E, self._entropy = {}, {}
         return loads, entropies, {name: float(count.item()) for name, count in replayed.items()}

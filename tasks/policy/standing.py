@@ -26,7 +26,7 @@ from tasks.config import CampaignConfig, with_overrides
 from tasks.policy.launch import require_topology
 from tasks.policy.pool import POLL_SECONDS, UpdateAnswer, UpdateRequest, find_request
 from tasks.policy.resident import Resident
-from tasks.policy.stopping import exit_on_sigterm
+from tasks.policy.stopping import StopRequest, exit_on_sigterm
 from tasks.policy.update import process_group, update_on_ranks
 from tasks.session import open_store, run_store, say
 
@@ -64,13 +64,13 @@ def answer(request: UpdateRequest, resident: Resident) -> None:
         store.put_object(request.answer_key, said.model_dump_json().encode())
 
 
-def follow(root: PolicyStore, *, updates: int = 0) -> None:
+def follow(root: PolicyStore, stop: StopRequest, *, updates: int = 0) -> None:
     """Answer one request after another; with ``updates``, only so many."""
     first = await_request(root, after="")
     config, done, count = first.run.config, "", 0
     require_topology(config)
     with process_group(config):
-        resident = Resident()
+        resident = Resident(stop)
         if dist.get_rank() == 0:
             say("trainer", f"{dist.get_world_size()} ranks follow {config.name}")
         while not updates or count < updates:
@@ -96,8 +96,8 @@ def main(arguments: Sequence[str]) -> int:
     config = with_overrides(config, name=options.campaign, checkpoint__store=options.store)
     if "RANK" not in os.environ:
         raise SystemExit("tasks.policy.standing must be started by torchrun, got no RANK.")
-    with exit_on_sigterm():
-        follow(open_store(config, config.name))
+    with exit_on_sigterm(grace_seconds=config.train.grace_seconds) as stop:
+        follow(open_store(config, config.name), stop)
     return 0
 
 

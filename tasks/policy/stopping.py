@@ -1,4 +1,11 @@
-"""SIGTERM in a training rank: unwind, leave nothing behind, exit with 143, which nobody takes for success."""
+"""SIGTERM in a training rank: keep what there is if time allows, unwind, exit with 143, which nobody takes
+for success.
+
+Outside ``StopRequest.deferred`` the signal unwinds at once. Inside, it is only noted: ranks agree on it at
+the next mini-batch (``agree_on_passes`` carries it in the exchange that it makes anyway) and store the
+unfinished update together (``tasks/policy/unfinished.py``). One signalled rank is enough. What does not fit
+into the grace period is given up, with a line that says so.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +14,58 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+
+from tasks.session import say
 
 EXIT_CODE = 128 + signal.SIGTERM
 """What a shell reports of a process that SIGTERM ended."""
 
 
+class StopAgreed(Exception):
+    """Some rank was told to stop; raised on all ranks, between the same two mini-batches."""
+
+
+class StopRequest:
+    """Whether this rank was told to stop, and whether it may finish something first."""
+
+    def __init__(self, arm: Callable[[], object] = lambda: None) -> None:
+        self.is_asked = False
+        self._may_wait = False
+        self._arm = arm
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, the signal is noted and the caller asks for it; whatever then happens, the end is 143."""
+        self._may_wait = True
+        try:
+            yield
+        except Exception as error:  # the other ranks may be gone already, and their connections with them
+            if self.is_asked:
+                raise SystemExit(EXIT_CODE) from error
+            raise
+        finally:
+            self._may_wait = False
+        if self.is_asked:
+            raise SystemExit(EXIT_CODE)
+
+    def ask(self) -> None:
+        """From the signal handler, or on behalf of a rank that got the signal."""
+        if not self._may_wait:
+            raise SystemExit(EXIT_CODE)
+        self.is_asked = True
+
+    def join(self) -> None:
+        """Some rank was told to stop; the grace period of a rank without the signal begins now."""
+        if not self.is_asked:
+            self.is_asked = True
+            self._arm()
+
+
 @contextlib.contextmanager
-def exit_on_sigterm(*, grace_seconds: float = 10.0) -> Iterator[None]:
-    """Inside, SIGTERM raises ``SystemExit(143)``; a rank that cannot unwind in time just ends.
+def exit_on_sigterm(*, grace_seconds: float) -> Iterator[StopRequest]:
+    """Inside, SIGTERM ends this rank with 143; one that has not ended in time just ends.
 
     A rank waits most of its life in native code (a collective, a store), where Python runs no signal handler
     until the call returns; a thread that hears of the signal through a socket ends the process then. Call it
@@ -25,13 +74,19 @@ def exit_on_sigterm(*, grace_seconds: float = 10.0) -> Iterator[None]:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     done = threading.Event()
+    request = StopRequest(arm=lambda: writer.send(bytes([signal.SIGTERM])))
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(EXIT_CODE)
+        request.ask()
 
     def watch() -> None:
         while number := reader.recv(1):
             if number[0] == signal.SIGTERM and not done.wait(grace_seconds):
+                say(
+                    "sigterm",
+                    f"a rank must end {grace_seconds:g} s after SIGTERM (train.grace_seconds), got no end: "
+                    "what this attempt had trained is given up",
+                )
                 os._exit(EXIT_CODE)
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -39,7 +94,7 @@ def exit_on_sigterm(*, grace_seconds: float = 10.0) -> Iterator[None]:
     thread = threading.Thread(target=watch, name="sigterm", daemon=True)
     thread.start()
     try:
-        yield
+        yield request
     finally:
         done.set()
         signal.set_wakeup_fd(fd_before)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
 
+from tasks.policy.adamw import OnePassAdamW
 from tasks.policy.context import my_block
 from tasks.policy.logprobs import LogprobKernel, stage_inputs, token_logprobs_and_entropy
 from tasks.policy.mesh import ParallelMesh, clip_gradients, reduce_gradients
@@ -27,6 +28,7 @@ from tasks.policy.place import layout_of
 from tasks.policy.progress import BLOCKED, Progress
 from tasks.policy.router import RouterBalance
 from tasks.policy.router_bias import RouterBias
+from tasks.policy.stopping import StopAgreed, StopRequest
 
 MicroBatch = Mapping[str, Tensor]
 """[B, L]: ``input_ids``, ``attention_mask``, ``position_ids`` if packed, and what the loss function reads."""
@@ -64,9 +66,12 @@ def make_optimizer(
     eps: float,
     weight_decay: float,
     fused: bool | None = None,
+    is_one_pass: bool = False,
 ) -> AdamW:
     """AdamW over the trained parameters; decay applies to all of them, so leave it 0 or keep it small."""
     params = [param for param in model.parameters() if param.requires_grad]
+    if is_one_pass:
+        return OnePassAdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     return AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
 
@@ -104,6 +109,7 @@ def train_minibatch(
     bias: RouterBias | None = None,
     progress: Progress | None = None,
     on_nonfinite: Callable[[list[int]], None] | None = None,
+    stop: StopRequest | None = None,
 ) -> dict[str, float]:
     """Accumulate over this rank's micro-batches, reduce, clip, step; returns metrics summed over all ranks.
 
@@ -112,9 +118,12 @@ def train_minibatch(
     loss function's sums the metrics hold ``loss``, ``grad_norm``, ``micro_batches`` and ``skipped``: 1 when
     loss or gradient was not finite on any rank, in which case no rank stepped and ``on_nonfinite`` got the
     numbers of this rank's micro-batches at fault: those without a finite loss, or all if every loss was.
+    Nothing has changed when it raises ``StopAgreed``, because ``stop`` was asked for on some rank.
     """
     progress = progress or Progress()
-    num_passes = agree_on_passes(model, mesh, len(micro_batches), num_global_tokens, min_micro_batches)
+    num_passes = agree_on_passes(
+        model, mesh, len(micro_batches), num_global_tokens, min_micro_batches, stop=stop
+    )
     optimizer.zero_grad(set_to_none=True)
     read = read or policy_reader()
     watch = routing, balance, bias
@@ -209,27 +218,51 @@ def empty_micro_batch(model: PreTrainedModel) -> MicroBatch:
 
 
 def agree_on_passes(
-    model: PreTrainedModel, mesh: ParallelMesh, num_micro_batches: int, num_global_tokens: int, minimum: int
+    model: PreTrainedModel,
+    mesh: ParallelMesh,
+    num_micro_batches: int,
+    num_global_tokens: int,
+    minimum: int,
+    *,
+    stop: StopRequest | None = None,
 ) -> int:
-    """Passes that every rank makes: as many as the rank with the most micro-batches."""
+    """Passes that every rank makes: as many as the rank with the most micro-batches. None at all, by
+    ``StopAgreed`` on every rank, if some rank was told to stop."""
     if num_global_tokens < 1:
         raise ValueError(
             f"num_global_tokens must be positive, got {num_global_tokens}. "
             "Skip a batch in which no token is trained."
         )
-    wanted = max(num_micro_batches, minimum)
-    if mesh.world is None:
-        return wanted
-    largest = torch.tensor([wanted, num_global_tokens, -num_global_tokens], device=model.device)
-    with BLOCKED:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.world)
-    num_passes, most_tokens, least_tokens = largest.tolist()
+    wanted, is_asked = max(num_micro_batches, minimum), int(stop is not None and stop.is_asked)
+    mine = [wanted, num_global_tokens, -num_global_tokens, is_asked]
+    num_passes, most_tokens, least_tokens, is_stopped = _largest(mine, mesh, model.device)
+    if stop is not None and is_stopped:
+        stop.join()
+        raise StopAgreed()
     if most_tokens != -least_tokens:
         raise ValueError(
             f"num_global_tokens must be equal on all ranks, got {-least_tokens} to {most_tokens} "
             f"({num_global_tokens} on rank {mesh.rank}). Count those of the whole mini-batch."
         )
     return num_passes
+
+
+def agree_to_stop(stop: StopRequest, mesh: ParallelMesh, device: torch.device) -> bool:
+    """Whether any rank was told to stop, where no mini-batch follows that would ask. Collective."""
+    (is_stopped,) = _largest([int(stop.is_asked)], mesh, device)
+    if is_stopped:
+        stop.join()
+    return bool(is_stopped)
+
+
+def _largest(numbers: list[int], mesh: ParallelMesh, device: torch.device) -> list[int]:
+    """Of each number, over all ranks."""
+    if mesh.world is None:
+        return numbers
+    largest = torch.tensor(numbers, device=device)
+    with BLOCKED:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.world)
+    return largest.tolist()
 
 
 def _add(sums: dict[str, Tensor], metrics: Mapping[str, Tensor]) -> None:

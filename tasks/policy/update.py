@@ -26,10 +26,10 @@ from transformers import PreTrainedModel
 from tasks.artifacts.manifest import Manifest, StoredFile
 from tasks.config import CampaignConfig
 from tasks.policy import weights
-from tasks.policy.beside import Bench, update_critic, with_other_versions, with_proximal
+from tasks.policy.beside import Bench, Row, update_critic, with_other_versions, with_proximal
 from tasks.policy.context import split_context
 from tasks.policy.dispatch import Dispatcher
-from tasks.policy.epoch import Trainee, train
+from tasks.policy.epoch import Trainee
 from tasks.policy.fsdp import is_fully_sharded, reshard_parameters
 from tasks.policy.libraries import nccl_warnings, record_nccl_log
 from tasks.policy.mesh import ParallelMesh
@@ -43,12 +43,14 @@ from tasks.policy.progress import Progress, Watchdog
 from tasks.policy.recompute import checkpoint_activations
 from tasks.policy.resident import Resident
 from tasks.policy.resume import data_cursor, ledger_position, seed_generators
+from tasks.policy.rotary import use_fused_rotary
 from tasks.policy.router import RouterBalance, freeze_routers
 from tasks.policy.router_bias import RouterBias
 from tasks.policy.routing import Routing
 from tasks.policy.snapshot import HostArena
 from tasks.policy.stopping import exit_on_sigterm
-from tasks.policy.trainer import make_optimizer
+from tasks.policy.trainer import agree_to_stop, make_optimizer
+from tasks.policy.unfinished import Attempt, Prepared, identity_of
 from tasks.policy.upload import ShardUpload, StoredShards, reserved_arena, store_shards
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
 from tasks.schema import TrainFrame, from_bytes
@@ -60,8 +62,9 @@ if TYPE_CHECKING:
 
 def update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
     """Called on every rank of the elastic task; all ranks return the same candidate."""
-    with exit_on_sigterm(), process_group(run.config):
-        resident = Resident()
+    grace = run.config.train.grace_seconds
+    with exit_on_sigterm(grace_seconds=grace) as stop, process_group(run.config):
+        resident = Resident(stop)
         candidate = update_on_ranks(run, batch, policy, resident)
         resident.close()
         return candidate
@@ -73,31 +76,33 @@ def update_on_ranks(
     """One update inside a process group; a trainer that stays finds in ``resident`` what it made before."""
     clock = _Clock(batch.sealed_at)
     config, store = run.config, run_store(run)
-    progress = Progress()
+    progress, stop = Progress(), resident.stop
     with _watchdog(config, progress):
         seed_generators(run, batch.iteration)
         mesh = resident.make_mesh(config)
         clock.lap("start_up")
         progress.at("load")
         parent = store.manifest(policy)
-        is_held = resident.holds(parent, config)
+        attempt = Attempt(store, identity_of(run, batch, policy), stop)
+        is_held = resident.holds(parent, config) and attempt.left is None
         if not is_held:
             resident.let_go()
         folder = store.pull(policy, without=WEIGHTS if is_held else "")
         dispatcher, means = resident.open_dispatcher(config, folder)
-        rows = read_batch(store, batch)
         bench = _bench(run, store, batch, mesh, dispatcher)
-        rows, critic, critic_metrics = update_critic(bench, with_other_versions(bench, rows), parent, folder)
-        trainee = _trainee(
-            store, batch, parent, folder, config, mesh, dispatcher, progress, held=resident.trainee
-        )
+        sealed_rows = read_batch(store, batch)
+        prepared = attempt.prepared(sealed_rows) or _prepare(bench, sealed_rows, parent, folder)
+        trainee = _trainee(bench, parent, attempt, dispatcher, progress, folder, resident.trainee)
         arena = resident.arena or reserved_arena(trainee.model, getattr(torch, config.model.dtype))
         clock.lap("load")
-        rows = with_proximal(bench, trainee.model, rows, trainee.routing)
-        metrics = train(trainee, rows, config, objective=batch.objective)
-        clock.lap("train")
-        progress.at("upload")
-        stored = _stored(store, trainee, arena, parent, config, clock)
+        if attempt.left is None:
+            prepared = _with_proximal(bench, trainee, prepared)
+        with stop.deferred():
+            metrics = attempt.train(trainee, prepared, config, objective=batch.objective)
+            clock.lap("train")
+            stored = _stored(store, trainee, arena, parent, config, clock)
+            if agree_to_stop(stop, mesh, trainee.model.device):
+                attempt.keep(stored, trainee, prepared, metrics=metrics)
         resident.keep(trainee, arena, stored.files)
         store.release(folder)
         manifest = Manifest(
@@ -111,9 +116,9 @@ def update_on_ranks(
             config_digest=config.digest(),
             code_revision=run.code_revision,
             batch=batch.key,
-            critic=critic,
+            critic=prepared.critic,
             num_samples=int(metrics.pop("samples")),
-            metrics={**batch.metrics, **critic_metrics, **metrics},
+            metrics={**batch.metrics, **prepared.critic_metrics, **metrics},
             means=means,
             seconds={**batch.seconds, **clock.seconds},
             waiting=batch.waiting,
@@ -144,45 +149,60 @@ def read_batch(store: "PolicyStore", batch: TrainBatch) -> list[dict[str, Any]]:
     return from_bytes(payload, schema=TrainFrame).rows(named=True)
 
 
+def _prepare(bench: Bench, sealed_rows: list[Row], parent: Manifest, folder: Path) -> Prepared:
+    """What other models say of the batch, and the critic's update."""
+    rows, critic, metrics = update_critic(bench, with_other_versions(bench, sealed_rows), parent, folder)
+    return Prepared(sealed_rows=sealed_rows, rows=rows, critic=critic, critic_metrics=metrics)
+
+
+def _with_proximal(bench: Bench, trainee: Trainee, prepared: Prepared) -> Prepared:
+    """What the policy itself says of the batch before its first step."""
+    return replace(prepared, rows=with_proximal(bench, trainee.model, prepared.rows, trainee.routing))
+
+
 def _trainee(
-    store: "PolicyStore",
-    batch: TrainBatch,
+    bench: Bench,
     parent: Manifest,
-    folder: Path,
-    config: CampaignConfig,
-    mesh: ParallelMesh,
+    attempt: Attempt,
     dispatcher: Dispatcher,
     progress: Progress,
+    folder: Path,
     held: Trainee | None,
 ) -> Trainee:
-    """The policy, its optimizer and what watches over both, as the configuration asks; ``held`` is what
-    memory has of the first two."""
+    """The policy of ``folder`` or as a stopped attempt left it, its optimizer and what watches over both, as
+    the configuration asks; ``held`` is what memory has of the first two."""
+    config, mesh, batch = bench.run.config, bench.mesh, bench.batch
     nonfinite = NonFiniteSteps(
-        store,
+        bench.store,
         iteration=batch.iteration + 1,
         rank=mesh.rank,
         limit=config.train.max_nonfinite_steps,
         in_a_row=int(parent.metrics.get("nonfinite_in_a_row", 0)),
     )
+    reseed = partial(seed_generators, bench.run, batch.iteration)
     if held is not None:
         for group in held.optimizer.param_groups:
             group["lr"] = learning_rate(config, batch.iteration)
         if config.train.offload_optimizer:
             put_moments_away(held.optimizer)
-        return replace(held, progress=progress, nonfinite=nonfinite)
+        return replace(held, progress=progress, nonfinite=nonfinite, stop=attempt.stop, reseed=reseed)
+    folder = attempt.folder(folder)
     model = _load(folder, dispatcher, config, mesh)
     routing = Routing(model, replay=config.train.replay_routing, cp_group=mesh.cp_group)
     balance = _adjust(model, config, mesh)
     rate = config.train.router_bias_rate
+    resumes = parent.kind == "iteration" or attempt.left is not None
     return Trainee(
         model,
-        _optimizer(model, folder, config, batch, resumes=parent.kind == "iteration"),
+        _optimizer(model, folder, config, batch, resumes=resumes),
         mesh,
         progress=progress,
         nonfinite=nonfinite,
         balance=balance,
         bias=RouterBias(model, rate=rate) if rate else None,
         routing=routing,
+        stop=attempt.stop,
+        reseed=reseed,
     )
 
 
@@ -196,6 +216,7 @@ def _stored(
 ) -> StoredShards:
     """Weights and optimizer state, stored on all ranks."""
     reshard_parameters(trainee.model)  # a batch without a step was read and not trained
+    trainee.progress.at("upload")
     fetch_moments(trainee.optimizer)
     with ShardUpload(store, trainee.mesh, arena, full_every=config.checkpoint.full_every) as upload:
         dtype = getattr(torch, config.model.dtype)
@@ -252,6 +273,8 @@ def _adjust(model: PreTrainedModel, config: CampaignConfig, mesh: ParallelMesh) 
         freeze_routers(model)
     if train.norm_kernel == "fused":
         use_fused_norms(model)  # before recomputation, which wraps the forward it finds
+    if train.rotary_kernel == "fused":
+        use_fused_rotary(model)  # likewise
     if train.activation_checkpointing:
         checkpoint_activations(model, is_context_split=mesh.cp > 1)
     if train.packing == "packed":
@@ -301,6 +324,7 @@ def _adamw(config: CampaignConfig, model: PreTrainedModel, lr: float) -> AdamW:
         weight_decay=train.weight_decay,
         # one fused call cannot take parameters that are split over different meshes
         fused=True if train.backend == "nccl" and not is_fully_sharded(model) else None,
+        is_one_pass=train.optimizer_kernel == "fused",
     )
 
 
@@ -358,6 +382,9 @@ def _say(batch: TrainBatch, metrics: dict[str, float], clock: _Clock, means: dic
         text += f"clipped {metrics['clip_share']:.1%}, "
     if "mismatch/k3" in metrics:
         text += f"engine k3 {metrics['mismatch/k3']:.4f}, largest {metrics['mismatch/max']:.3f}, "
+    for name, times in metrics.items():
+        if name.startswith("slow_rank/"):
+            text += f"rank {name.removeprefix('slow_rank/')} worked {times:.1f} times the median, "
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
     iteration = batch.iteration if batch.iteration >= 0 else None
     used = f"{means['dispatcher']}; kernels: {means['kernels']}"
