@@ -170,7 +170,6 @@ class Candidate(Section):
 
     manifest_json: str
     """The manifest to commit, as JSON."""
-    is_skipped: bool = False
 
 
 class RewardModelReport(Section):
