@@ -139,7 +139,8 @@ def test_a_training_says_what_it_uses_and_ends_where_that_is_not_what_was_asked(
     train = TrainConfig.model_construct(world_size=1, ep=1, dispatcher="local")
     dispatcher, means = open_dispatcher(train, mesh, tmp_path)
     assert means["dispatcher"] == dispatcher.describe() == "local, 1 rank"
-    assert means["kernels"] == "logprob torch, experts torch, norms torch, loss torch"
+    kinds = ("logprob", "experts", "norms", "loss", "rotary", "optimizer")
+    assert means["kernels"] == ", ".join(f"{kind} torch" for kind in kinds)
     assert means["libraries"] == report(read_facts()).text()
     with pytest.raises(RuntimeError, match="network 'efa' must be what NCCL sends through, got 'unknown'"):
         open_dispatcher(train.model_copy(update={"network": "efa"}), mesh, tmp_path)
