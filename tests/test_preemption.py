@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/test_preemption.py JOB.json ANSWER.json
 
-is what the slow test starts; the others fork their ranks, which saves their imports. The store, the ranks'
+is what the slow test starts; the others fork their ranks from a server that has imported what they need and
+has no threads, as a process that has used polars has. The store, the ranks'
 exchange and the signals are real. What this cannot see: a node that loses its power.
 """
 
@@ -21,10 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import torch.multiprocessing as mp
-from ranks import run_ranks  # noqa: F401  # imports what forked ranks would import one by one
 from test_faults import CONFIG, train_rows, trainee
 from test_update import ROOT, TINY, train_batch
 
@@ -32,6 +33,7 @@ from tasks.artifacts.manifest import Manifest
 from tasks.artifacts.unfinished import unfinished_updates
 from tasks.checkpoint import publish
 from tasks.config import CampaignConfig
+from tasks.elastic import RANK_SERVER
 from tasks.policy.epoch import Position, train
 from tasks.policy.resume import seed_generators
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
@@ -73,17 +75,15 @@ def disturbed(place: int, do: Callable[[int, Any], None]) -> None:
     epoch.train_minibatch = train_minibatch
 
 
-def rank_of(
-    job: Job, rank: int, world_size: int, port: int, log: str, hurt: Callable[[], None], answer: str
-) -> None:
-    """A forked rank."""
+def rank_of(job: Job, rank: int, world_size: int, port: int, log: str, hurt: bytes, answer: str) -> None:
+    """A rank of its own process."""
     torch.set_num_threads(1)
     sys.stdout = open(log, "a")  # noqa: SIM115  # pytest has put its own in the place of the parent's
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from tasks.policy.update import update
 
-    hurt()
+    cloudpickle.loads(hurt)()
     candidate = update(*job)
     if rank == 0:
         Path(answer).write_text(candidate.model_dump_json())
@@ -98,9 +98,10 @@ def attempt(job: Job, folder: Path, hurt: Callable[[], None] = lambda: None) -> 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("fork")
+    RANK_SERVER.start()
+    context, harm = mp.get_context("forkserver"), cloudpickle.dumps(hurt)
     ranks = [
-        context.Process(target=rank_of, args=(job, rank, world_size, port, str(log), hurt, str(answer)))
+        context.Process(target=rank_of, args=(job, rank, world_size, port, str(log), harm, str(answer)))
         for rank in range(world_size)
     ]
     for process in ranks:

@@ -346,9 +346,16 @@ def process_group(config: CampaignConfig) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as logs:
         if config.train.backend == "nccl":
             record_nccl_log(Path(logs), is_needed=config.train.network != "any")
+        timeout = timedelta(seconds=config.train.collective_timeout_seconds)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        # from torch 2.12 a restarted group finds in torchrun's store the addresses of ranks that are gone
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         dist.init_process_group(
             config.train.backend,
-            timeout=timedelta(seconds=config.train.collective_timeout_seconds),
+            store=dist.PrefixStore(f"attempt {attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
             # with its device known, NCCL makes every group's communicator at once
             device_id=_device(config) if config.train.backend == "nccl" else None,
         )
