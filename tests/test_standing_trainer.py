@@ -182,8 +182,9 @@ def test_memory_counts_only_as_the_version_that_was_stored_from_it():
 
 
 if __name__ == "__main__":
+    from tasks.policy.process_group import process_group
     from tasks.policy.resident import Resident
-    from tasks.policy.update import process_group, update_on_ranks
+    from tasks.policy.update import update_on_ranks
 
     job = CampaignRun.model_validate_json(Path(sys.argv[1]).read_text())
     where, empty = run_store(job), {int(number) for number in sys.argv[2:]}

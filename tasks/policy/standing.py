@@ -25,9 +25,10 @@ from tasks.artifacts.store import PolicyStore
 from tasks.config import CampaignConfig, with_overrides
 from tasks.policy.launch import require_topology
 from tasks.policy.pool import POLL_SECONDS, UpdateAnswer, UpdateRequest, find_request
+from tasks.policy.process_group import process_group
 from tasks.policy.resident import Resident
 from tasks.policy.stopping import StopRequest, exit_on_sigterm
-from tasks.policy.update import process_group, update_on_ranks
+from tasks.policy.update import update_on_ranks
 from tasks.session import open_store, run_store, say
 
 

@@ -8,12 +8,9 @@ published.
 import contextlib
 import hashlib
 import math
-import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +28,6 @@ from tasks.policy.context import split_context
 from tasks.policy.dispatch import Dispatcher
 from tasks.policy.epoch import Trainee
 from tasks.policy.fsdp import is_fully_sharded, reshard_parameters
-from tasks.policy.libraries import nccl_warnings, record_nccl_log
 from tasks.policy.mesh import ParallelMesh
 from tasks.policy.model import Head, load_policy
 from tasks.policy.nonfinite import NonFiniteSteps
@@ -39,6 +35,7 @@ from tasks.policy.norms import use_fused_norms
 from tasks.policy.offload import fetch_moments, offload_moments, put_moments_away
 from tasks.policy.packed import require_packable
 from tasks.policy.parallel import distribute
+from tasks.policy.process_group import device_of, process_group
 from tasks.policy.progress import Progress, Watchdog
 from tasks.policy.recompute import checkpoint_activations
 from tasks.policy.resident import Resident
@@ -234,7 +231,7 @@ def _load(
     return load_policy(
         folder,
         dispatcher=dispatcher,
-        device=_device(config),
+        device=device_of(config),
         expert_kernel=config.train.expert_kernel,
         prepare=partial(distribute, mesh=mesh, compute_dtype=getattr(torch, config.train.compute_dtype)),
         head=head,
@@ -258,12 +255,6 @@ def _bench(
     return Bench(
         run=run, store=store, batch=batch, mesh=mesh, load=load, optimizer=partial(_adamw, config), save=save
     )
-
-
-def _device(config: CampaignConfig) -> torch.device:
-    if config.train.backend == "nccl":
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device("cpu")
 
 
 def _adjust(model: PreTrainedModel, config: CampaignConfig, mesh: ParallelMesh) -> RouterBalance | None:
@@ -326,47 +317,6 @@ def _adamw(config: CampaignConfig, model: PreTrainedModel, lr: float) -> AdamW:
         fused=True if train.backend == "nccl" and not is_fully_sharded(model) else None,
         is_one_pass=train.optimizer_kernel == "fused",
     )
-
-
-@contextlib.contextmanager
-def process_group(config: CampaignConfig) -> Iterator[None]:
-    """Join the other ranks; a collective that waits longer than the configured time fails."""
-    if config.train.deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.set_num_threads(1)
-    if config.train.backend == "nccl":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS asks for it
-        torch.cuda.set_device(_device(config))
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size != config.train.world_size:
-        raise RuntimeError(
-            f"topology {config.train.topology} must run {config.train.world_size} ranks, got "
-            f"WORLD_SIZE={world_size}."
-        )
-    with tempfile.TemporaryDirectory() as logs:
-        if config.train.backend == "nccl":
-            record_nccl_log(Path(logs), is_needed=config.train.network != "any")
-        timeout = timedelta(seconds=config.train.collective_timeout_seconds)
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        # from torch 2.12 a restarted group finds in torchrun's store the addresses of ranks that are gone
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        dist.init_process_group(
-            config.train.backend,
-            store=dist.PrefixStore(f"attempt {attempt}", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            # with its device known, NCCL makes every group's communicator at once
-            device_id=_device(config) if config.train.backend == "nccl" else None,
-        )
-        try:
-            yield
-        except Exception:
-            for line in nccl_warnings():
-                say("nccl", line)
-            raise
-        finally:
-            dist.destroy_process_group()
 
 
 class _Clock:
