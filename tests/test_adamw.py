@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES
 from families import tiny_policy
 from moe_kernels.adamw import adamw_step
 from ranks import run_ranks
@@ -18,16 +19,6 @@ from tasks.policy.mesh import make_mesh
 from tasks.policy.parallel import distribute
 from tasks.policy.shards import whole_tensor
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 

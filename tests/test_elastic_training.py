@@ -5,7 +5,6 @@ The slow test starts a real torchrun; the others fork their ranks.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_policy
+from jobs import Job, train_job, write_job
 from ranks import run_ranks
 from safetensors.torch import load_file
 from test_faults import CONFIG, train_rows
-from test_preemption import Job, attempt, content, disturbed, made
+from test_preemption import attempt, content, disturbed, made
 from test_update import ROOT, TINY, train_batch
 
 from tasks.artifacts.manifest import Manifest
@@ -32,7 +32,7 @@ from tasks.policy.mesh import make_mesh
 from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.progress import Progress
 from tasks.policy.trainer import make_optimizer
-from tasks.records import CampaignRun, PolicyVersion, TrainBatch
+from tasks.records import CampaignRun, PolicyVersion
 from tasks.session import run_store
 
 
@@ -121,10 +121,7 @@ def test_a_killed_rank_restarts_the_group_from_the_last_version(first, tmp_path)
     assert codes == [0, 0], said
     expected = content(made(tmp_path))
     path, answer = tmp_path / "job.json", tmp_path / "candidate.json"
-    parts = {
-        name: part.model_dump(mode="json") for name, part in zip(("run", "batch", "policy"), job, strict=True)
-    }
-    path.write_text(json.dumps(parts))
+    write_job(job, path)
     paths = f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for deaths in (1, 2):
@@ -142,18 +139,10 @@ def test_a_killed_rank_restarts_the_group_from_the_last_version(first, tmp_path)
 
 
 if __name__ == "__main__":
-    from tasks.policy.update import update
 
     def die(rank: int, _stop: Any) -> None:
         if rank == 1 and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < int(sys.argv[3]):
             os.kill(os.getpid(), signal.SIGKILL)
 
     disturbed(1, die)
-    loaded = json.loads(Path(sys.argv[1]).read_text())
-    candidate = update(
-        CampaignRun.model_validate(loaded["run"]),
-        TrainBatch.model_validate(loaded["batch"]),
-        PolicyVersion.model_validate(loaded["policy"]),
-    )
-    if os.environ["RANK"] == "0":
-        Path(sys.argv[2]).write_text(candidate.model_dump_json())
+    train_job(*sys.argv[1:3])

@@ -9,7 +9,6 @@ exchange and the signals are real. What this cannot see: a node that loses its p
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -26,6 +25,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.multiprocessing as mp
+from jobs import Job, train_job, write_job
 from test_faults import CONFIG, train_rows, trainee
 from test_update import ROOT, TINY, train_batch
 
@@ -36,10 +36,9 @@ from tasks.config import CampaignConfig
 from tasks.elastic import RANK_SERVER
 from tasks.policy.epoch import Position, train
 from tasks.policy.resume import seed_generators
-from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
+from tasks.records import CampaignRun, Candidate
 from tasks.session import run_store
 
-Job = tuple[CampaignRun, TrainBatch, PolicyVersion]
 TIMED = "slow_rank/"
 NUM_STEPS = 8
 """Two epochs over four mini-batches."""
@@ -301,9 +300,7 @@ def test_torchrun_told_to_stop_ends_its_ranks_with_their_work_stored(job, undist
     forget(job)
     paths = f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"
     path, answer = tmp_path / "job.json", tmp_path / "candidate.json"
-    names = ("run", "batch", "policy")
-    parts = {name: part.model_dump(mode="json") for name, part in zip(names, job, strict=True)}
-    path.write_text(json.dumps(parts))
+    write_job(job, path)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     said = []
     for stop_at in ("3", "2", "none"):
@@ -322,7 +319,6 @@ def test_torchrun_told_to_stop_ends_its_ranks_with_their_work_stored(job, undist
 
 
 if __name__ == "__main__":
-    from tasks.policy.update import update
 
     def tell_torchrun(rank: int, stop: Any) -> None:
         if rank == 0:
@@ -332,11 +328,4 @@ if __name__ == "__main__":
 
     if sys.argv[3] != "none":
         disturbed(int(sys.argv[3]), tell_torchrun)
-    loaded = json.loads(Path(sys.argv[1]).read_text())
-    candidate = update(
-        CampaignRun.model_validate(loaded["run"]),
-        TrainBatch.model_validate(loaded["batch"]),
-        PolicyVersion.model_validate(loaded["policy"]),
-    )
-    if os.environ["RANK"] == "0":
-        Path(sys.argv[2]).write_text(candidate.model_dump_json())
+    train_job(*sys.argv[1:3])

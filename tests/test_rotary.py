@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES
 from families import tiny_policy, token_ids
 from moe_kernels import reference
 from moe_kernels.rotary import rotary
@@ -11,17 +12,6 @@ from torch import Tensor
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
 
 from tasks.policy.rotary import use_fused_rotary
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 
 
 def case(shape: tuple[int, ...], turned: int, dtype: torch.dtype, device: str) -> list[Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import train_job, write_job
 
 from tasks.artifacts.manifest import Manifest
 from tasks.config import CampaignConfig
@@ -68,8 +69,7 @@ def train_batch(
 
 def on_two_ranks(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion, folder: Path) -> Manifest:
     job, answer = folder / "job.json", folder / "candidate.json"
-    parts = {"run": run, "batch": batch, "policy": policy}
-    job.write_text(json.dumps({name: part.model_dump(mode="json") for name, part in parts.items()}))
+    write_job((run, batch, policy), job)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     paths = f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
     result = subprocess.run(
@@ -143,13 +143,4 @@ def test_two_updates_on_two_gpus(dispatcher, deterministic, tmp_path):
 
 
 if __name__ == "__main__":
-    from tasks.policy.update import update
-
-    parts = json.loads(Path(sys.argv[1]).read_text())
-    candidate = update(
-        CampaignRun.model_validate(parts["run"]),
-        TrainBatch.model_validate(parts["batch"]),
-        PolicyVersion.model_validate(parts["policy"]),
-    )
-    if os.environ["RANK"] == "0":
-        Path(sys.argv[2]).write_text(candidate.model_dump_json())
+    train_job(*sys.argv[1:])
