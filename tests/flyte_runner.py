@@ -248,10 +248,13 @@ def _bound(binding: Any, done: dict[str, Literals]) -> Any:
     return done[binding.promise.node_id].literals[binding.promise.var]
 
 
-def num_children(process: int) -> int:
-    """Of a process; a trainer has its ranks."""
-    path = Path(f"/proc/{process}/task/{process}/children")
-    return len(path.read_text().split()) if path.exists() else 0
+def num_descendants(process: int) -> int:
+    """Children of a process, their children and so on; a trainer's ranks are children of its server."""
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return 0
+    return sum(1 + num_descendants(int(child)) for child in children)
 
 
 def unpacked(archive: Path, folder: Path) -> Path:

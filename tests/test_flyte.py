@@ -15,7 +15,7 @@ import pytest
 import yaml
 from campaigns import SMALL, run
 from flyte_admin import admin_on_loopback
-from flyte_runner import Attempt, NodeFailed, Runner, classified, num_children, unpacked
+from flyte_runner import Attempt, NodeFailed, Runner, classified, num_descendants, unpacked
 from flyteidl.core import errors_pb2
 from flyteidl.core.literals_pb2 import LiteralMap as Literals
 from flytekit.configuration import Config, PlatformConfig
@@ -57,7 +57,8 @@ class Preemptions:
 
     def __call__(self, node: str, process: int) -> signal.Signals | None:
         for ending, number in self.plan.items():
-            is_at_work = "update" not in ending or num_children(process) >= 3  # two ranks and a tracker
+            # a trainer at work has a tracker, the server of its ranks, and two ranks
+            is_at_work = "update" not in ending or num_descendants(process) >= 4
             if node.endswith(ending) and ending not in self.sent and is_at_work:
                 self.sent.append(ending)
                 return number
