@@ -1,6 +1,6 @@
 """The algorithm: advantages, loss, corrections, mini-batches; no torch.
 
-A published method is a set of choices here; the README has a table of them.
+A published method is a set of choices here; ``tasks/rl/README.md`` has a table of them.
 """
 
 from typing import Literal, Self

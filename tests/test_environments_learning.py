@@ -1,7 +1,7 @@
 """The shipped laptop campaigns learn: a task of reasoning-gym, a tool over turns, a reward that was learned.
 
 In one process (``loop.py``): ``pytest -m learning tests/test_environments_learning.py``. Thresholds stand
-below what was measured on 2026-11-30, which the README names.
+below what was measured on 2026-11-30, which ``tasks/environments/README.md`` names.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, put together from the configuration's choices; README has a table of papers.
+"""The loss of a micro-batch, put together from the configuration's choices; the README here has a table.
 
 Shape key: B rows, L positions. Terms of a token are in ``losses.py`` and ``kl.py``; here they are chosen,
 masked and added, and ``aggregate`` divides by counts of the whole mini-batch. Metrics are sums over masked
