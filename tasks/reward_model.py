@@ -15,7 +15,7 @@ def train_reward_model(config: CampaignConfig) -> RewardModelReport:
     """Train ``reward.model`` and store it in its folder; one that ranks badly is not stored."""
     from pathlib import Path
 
-    from tasks.policy import reward_training
+    from tasks.environments import reward_training
 
     start, settings = time.monotonic(), config.reward.model
     if not settings.folder:

@@ -8,7 +8,7 @@ import pytest
 from loop import ROOT, campaign, learn
 from yaml import safe_load
 
-from tasks.policy.reward_training import save_reward_model, train_reward_model
+from tasks.environments.reward_training import save_reward_model, train_reward_model
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(900)]
 

@@ -17,12 +17,13 @@ import pytest
 
 from tasks.artifacts.manifest import Manifest
 from tasks.config import CampaignConfig
+from tasks.environments.alerts import ALERTS
 from tasks.experience.ledger import CampaignLedger, IterationLedger
 from tasks.records import CampaignRun, Evaluation
 from tasks.reporting import charts, page, rollouts
 from tasks.reporting.agreement import agreement_section
 from tasks.reporting.collect import CampaignRecord
-from tasks.reporting.rewards import ALERTS, idle_section
+from tasks.reporting.rewards import idle_section
 from tasks.schema import TrainFrame, make_frame
 
 if TYPE_CHECKING:

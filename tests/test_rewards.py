@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from tasks.config import CampaignConfig
+from tasks.environments.grades import Graded
 from tasks.environments.health import reward_metrics
 from tasks.environments.large_digits import LargeDigitsEnvironment
 from tasks.environments.protocol import Outcome, Part
 from tasks.environments.remote import ClassifyClient, JudgeClient, read_grade
 from tasks.environments.reward_model import RewardModel, length_sorted_batches
-from tasks.environments.scorer import Graded, Sample, Scorer, weighed
-from tasks.policy.reward_training import save_reward_model, train_reward_model
+from tasks.environments.reward_training import save_reward_model, train_reward_model
+from tasks.environments.scorer import Sample, Scorer, weighed
 from tasks.policy.tokenizer import character_tokenizer, encode
 from tasks.reward_config import ClassifyConfig, JudgeConfig
 from tasks.rl.preferences import bradley_terry_loss, pair_accuracy

@@ -18,7 +18,7 @@ import pytest
 from engines import sglang_config, start_sglang
 from policies import save_tiny_policy
 
-from tasks.embedded.process import HOST
+from tasks.embedded.ports import HOST
 from tasks.engine import sglang_server
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sglang import Fleet
@@ -211,7 +211,7 @@ def test_a_reward_model_scores_through_classify_as_it_does_in_this_process(tmp_p
 
     from tasks.environments.remote import ClassifyClient
     from tasks.environments.reward_model import RewardModel
-    from tasks.policy.reward_training import save_model
+    from tasks.environments.reward_training import save_model
     from tasks.policy.tokenizer import character_tokenizer
     from tasks.reward_config import ClassifyConfig, RewardModelConfig
 

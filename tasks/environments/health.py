@@ -5,21 +5,16 @@ from collections.abc import Mapping, Sequence
 
 import polars as pl
 
+from tasks.environments.alerts import ALERTS, alerts_up
 from tasks.environments.intake import Intake
 from tasks.records import RolloutReport
-from tasks.reporting.rewards import ALERTS
 from tasks.session import say
 
 
 def reward_metrics(frame: pl.DataFrame) -> dict[str, float]:
     """Of a ``ScoredFrame``: alerts that are up, and the mean value, failures and abstentions of each part."""
     rewards = frame.filter(pl.col("outcome") == "score")["reward"]
-    alerts = {
-        "alert/none_scored": len(frame) > 0 and len(rewards) == 0,
-        "alert/all_floor": len(rewards) > 1 and rewards.max() == 0.0,
-        "alert/all_equal": len(rewards) > 1 and rewards.n_unique() == 1,
-    }
-    metrics = {name: 1.0 for name, is_up in alerts.items() if is_up}
+    metrics = dict.fromkeys(alerts_up(rewards, num_samples=len(frame)), 1.0)
     abstained = int((frame["outcome"] == "abstain").sum())
     if abstained:
         metrics["abstained"] = float(abstained)

@@ -11,17 +11,16 @@ import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from tasks.environments.grades import Graded, Messages, scored
 from tasks.environments.protocol import Part
-from tasks.environments.scorer import Graded
 from tasks.reward_config import ClassifyConfig, EndpointConfig, JudgeConfig
 
-Messages = Sequence[list[dict[str, str]]]
 GRADE = re.compile(r"grade:\s*(none|-?\d{1,6}(?:\.\d{1,6})?)(?![\d.])", re.IGNORECASE)
 FIRST_WAIT_SECONDS = 0.25
 MAX_BODY_BYTES = 4 << 20
@@ -124,14 +123,7 @@ class ClassifyClient:
         except (RemoteError, KeyError, IndexError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             return [Graded(part=Part(name="classify", kind="failure", reason=reason)) for _ in texts]
-        seconds = (time.monotonic() - start) / len(texts)
-        return [
-            Graded(
-                part=Part(name="classify", kind="score", value=value, seconds=seconds),
-                reward=1 / (1 + math.exp(-max(min(value / self.config.scale, 50.0), -50.0))),
-            )
-            for value in values
-        ]
+        return scored("classify", values, scale=self.config.scale, seconds=time.monotonic() - start)
 
 
 class _Client:

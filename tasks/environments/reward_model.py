@@ -1,7 +1,7 @@
 """A reward model in this process: any Hugging Face sequence-classification model with one output.
 
 Rows of like length share a forward pass, and a pass holds at most ``batch_tokens`` with its padding. The
-value of a part is the model's output; what it is worth is its sigmoid, which has the order of the outputs.
+value of a part is the model's output.
 """
 
 import math
@@ -12,13 +12,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
+from tasks.environments.grades import Graded, Messages, scored
 from tasks.environments.protocol import Part
-from tasks.environments.scorer import Graded, graded
 from tasks.policy.tokenizer import encode
 from tasks.reward_config import RewardModelConfig
 
 NAME = "reward_model"
-Messages = Sequence[list[dict[str, str]]]
 
 
 class RewardModel:
@@ -55,11 +54,9 @@ class RewardModel:
                 reason = f"the model's output must be finite, got {value}"
                 failures[index] = Graded(part=Part(name=NAME, kind="failure", reason=reason))
         good = [index for index in values if index not in failures]
-        rewards = [1 / (1 + math.exp(-max(min(values[i] / self.config.scale, 50.0), -50.0))) for i in good]
         seconds = time.perf_counter() - start
-        found = dict(
-            zip(good, graded(NAME, [values[i] for i in good], rewards, seconds=seconds), strict=True)
-        )
+        grades = scored(NAME, [values[i] for i in good], scale=self.config.scale, seconds=seconds)
+        found = dict(zip(good, grades, strict=True))
         return [found[index] if index in found else failures[index] for index in range(len(messages))]
 
     @torch.inference_mode()

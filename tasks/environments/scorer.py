@@ -7,11 +7,12 @@
 Parts of weight 0 are measured and reported, and cannot fail a sample.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tasks.config import CampaignConfig
+from tasks.environments.grades import Grade, Graded
 from tasks.environments.pool import Call, VerifierPool, standing_pool
 from tasks.environments.protocol import Environment, Outcome, Part, is_trusted, verify
 from tasks.policy.chat import Chat
@@ -31,18 +32,6 @@ class Sample:
     response_ids: Sequence[int]
     finish_reason: str
     chosen: Sequence[bool] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Graded:
-    """A part's word: its value on its own scale, and what that is worth from 0 to 1."""
-
-    part: Part
-    reward: float | None = None
-
-
-Grade = Callable[[Sequence[list[dict[str, str]]]], list[Graded]]
-"""Conversations as chat messages -> a grade each."""
 
 
 class Scorer:
@@ -170,15 +159,6 @@ def _part(name: str, outcome: Outcome) -> Part:
         name=name, kind=outcome.kind, value=outcome.reward, reason=outcome.reason,
         seconds=known.seconds if known else 0.0,
     )  # fmt: skip
-
-
-def graded(name: str, values: Sequence[float], rewards: Sequence[float], *, seconds: float) -> list[Graded]:
-    """Grades of a batch, whose time is shared out evenly."""
-    each = seconds / max(len(values), 1)
-    return [
-        Graded(part=Part(name=name, kind="score", value=value, seconds=each), reward=reward)
-        for value, reward in zip(values, rewards, strict=True)
-    ]
 
 
 def make_scorer(

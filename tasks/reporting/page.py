@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from tasks.artifacts.lineage import added_bytes
 from tasks.artifacts.manifest import Manifest
+from tasks.environments.alerts import ALERTS
 from tasks.reporting import charts
 from tasks.reporting.agreement import agreement_section
 from tasks.reporting.charts import Line, Point
 from tasks.reporting.collect import CampaignRecord
 from tasks.reporting.difference import difference_section
 from tasks.reporting.operations import generation_section
-from tasks.reporting.rewards import ALERTS, idle_section, parts_section, truth_section
+from tasks.reporting.rewards import idle_section, parts_section, truth_section
 from tasks.reporting.rollouts import rollouts_body
 
 if TYPE_CHECKING:

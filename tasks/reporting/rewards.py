@@ -7,12 +7,6 @@ from tasks.artifacts.manifest import Manifest
 from tasks.reporting import charts
 from tasks.reporting.charts import Line
 
-ALERTS = {
-    "alert/all_floor": "every scored sample earned the floor of 0, as with a verifier that cannot score",
-    "alert/all_equal": "every scored sample earned the same reward, so there is nothing to learn from",
-    "alert/none_scored": "not one sample was scored",
-}
-"""Metric that is there when the alert is up -> what it says."""
 COLORS = ("blue", "orange", "green", "grey")
 
 
