@@ -40,7 +40,7 @@ from served import (
     worker_loop,
 )
 
-from tasks.embedded.process import HOST
+from tasks.embedded.ports import HOST
 from tasks.embedded.valkey import ensure_valkey
 from tasks.engine.protocol import SamplingParams
 from tasks.engine.sglang import Fleet

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from engines import sglang_config
 
-from tasks.embedded.process import HOST
+from tasks.embedded.ports import HOST
 from tasks.engine.overlap import drain_together
 from tasks.engine.protocol import SamplingParams
 from tasks.engine.sglang import Fleet

@@ -218,7 +218,7 @@ def test_a_user_who_finds_the_server_withdrawn_after_joining_leaves_again(
     reader = os.open(tmp_path / "users.fifo", os.O_RDONLY | os.O_NONBLOCK)
     answers = [{"token": "t", "ports": [1]}, None]
     monkeypatch.setattr(process, "_discovery", lambda folder: answers.pop(0))
-    monkeypatch.setattr(process, "_is_held", lambda path: True)
+    monkeypatch.setattr(process, "is_held", lambda path: True)
     assert process._join(tmp_path) is None
     assert tmp_path not in process._memberships
     poll = select.poll()

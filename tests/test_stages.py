@@ -18,7 +18,7 @@ from tasks.archive import archive
 from tasks.buffer import assemble
 from tasks.checkpoint import initialize
 from tasks.config import CampaignConfig, with_overrides
-from tasks.embedded import process
+from tasks.embedded.files import is_held
 from tasks.experience.errors import WorkerBarred
 from tasks.experience.records import Group
 from tasks.prompts import offer_prompts
@@ -60,7 +60,7 @@ def kill_valkey(run: CampaignRun, *, loses_data: bool = False) -> None:
             if is_server and (entry / "cwd").readlink().is_relative_to(folder):
                 os.kill(int(entry.name), signal.SIGKILL)
     deadline = time.monotonic() + 20
-    while process._is_held(folder / "alive.lock"):
+    while is_held(folder / "alive.lock"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     if loses_data:

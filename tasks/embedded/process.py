@@ -18,28 +18,22 @@ A forked child is not a user until it calls ``ensure_running`` itself. All of it
 folder must be on a file system with FIFOs and ``flock``.
 """
 
-import contextlib
 import errno
-import fcntl
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tasks.embedded.files import POLL_S, exclusive, is_held, write_private
+from tasks.embedded.ports import HOST, accepts, free_ports, is_free
+
 GUARD = Path(__file__).with_name("guard.py")
-HOST = "127.0.0.1"
-POLL_S = 0.02
-# Below Linux's range for outgoing connections (32768-60999): a server that binds two seconds after the choice
-# does not find its port taken by somebody's connection.
-PORT_RANGE = (15000, 32000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +91,7 @@ def ensure_running(server: Server, folder: Path, *, port: int = 0) -> list[int]:
     ports = _join(folder)
     if ports is None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users of the machine stay out
-        with _exclusive(folder / "start.lock", deadline_s=2 * server.deadline_s):
+        with exclusive(folder / "start.lock", deadline_s=2 * server.deadline_s):
             ports = _wait_for_join(server, folder)
             if ports is None:
                 ports = _start(server, folder, port)
@@ -118,14 +112,14 @@ def leave(folder: Path, *, deadline_s: float) -> None:
         return
     os.close(membership.fifo)
     end = time.monotonic() + deadline_s
-    while _is_held(folder / "alive.lock") and time.monotonic() < end:
+    while is_held(folder / "alive.lock") and time.monotonic() < end:
         time.sleep(POLL_S)
 
 
 def _join(folder: Path) -> list[int] | None:
     """Become a user of the running server; None if there is none, or it is on its way down."""
     found = _discovery(folder)
-    if found is None or not _is_held(folder / "alive.lock"):
+    if found is None or not is_held(folder / "alive.lock"):
         return None
     with _mutex:
         held = _memberships.get(folder)
@@ -141,7 +135,7 @@ def _join(folder: Path) -> list[int] | None:
                 os.close(fifo)
                 return None
             _admit(folder, _Membership(token=found["token"], fifo=fifo))
-    return found["ports"] if _accepts(found["ports"][0]) else None
+    return found["ports"] if accepts(found["ports"][0]) else None
 
 
 def _admit(folder: Path, membership: _Membership) -> None:
@@ -156,7 +150,7 @@ def _wait_for_join(server: Server, folder: Path) -> list[int] | None:
     end = time.monotonic() + server.deadline_s
     while time.monotonic() < end:
         ports = _join(folder)
-        if ports is not None or not _is_held(folder / "alive.lock"):
+        if ports is not None or not is_held(folder / "alive.lock"):
             return ports
         time.sleep(POLL_S)
     raise RuntimeError(
@@ -177,8 +171,8 @@ def _start(server: Server, folder: Path, port: int) -> list[int]:
         _wait_until_ready(server, folder, ports)
         token = uuid.uuid4().hex
         record = {"token": token, "ports": ports, "guard": _guards[-1].pid, "started": time.time()}
-        _write_atomically(folder / "server.json", json.dumps(record))
-        _write_atomically(folder / "last_port", str(ports[0]))
+        write_private(folder / "server.json", json.dumps(record))
+        write_private(folder / "last_port", str(ports[0]))
     except BaseException:  # Ctrl-C as well: the guard then stops the server
         os.close(fifo)
         raise
@@ -222,54 +216,26 @@ def _wait_until_ready(server: Server, folder: Path, ports: list[int]) -> None:
     while not server.is_ready(folder, ports):
         ended = _guards[-1].poll() is not None
         if ended or time.monotonic() > end:
-            lines = (folder / "server.log").read_text(errors="replace").splitlines()[-15:]
+            log = folder / "server.log"
+            lines = log.read_text(errors="replace").splitlines()[-15:]
             got = "it ended" if ended else "no answer"
             raise RuntimeError(
                 f"{server.name} in {folder} must answer on {HOST}:{ports[0]} within "
-                f"{server.deadline_s:.0f} s, "
-                f"got: {got}. Last lines of {folder / 'server.log'}:\n" + "\n".join(lines)
+                f"{server.deadline_s:.0f} s, got: {got}. Last lines of {log}:\n" + "\n".join(lines)
             )
         time.sleep(POLL_S)
 
 
 def _choose_ports(server: Server, folder: Path, port: int) -> list[int]:
-    if port and not _is_free(port):
+    if port and not is_free(port):
         raise ValueError(
             f"{server.port_field} {port} is in use by another process; the embedded {server.name} in "
-            f"{folder} must "
-            f"have a free port. Set {server.port_field} to 0 (any free port), or end the process that "
-            f"`ss -ltnp 'sport = :{port}'` names."
+            f"{folder} must have a free port. Set {server.port_field} to 0 (any free port), or end the "
+            f"process that `ss -ltnp 'sport = :{port}'` names."
         )
     last = folder / "last_port"
     wanted = port or (int(last.read_text()) if last.exists() else 0)
-    ports = [wanted] if wanted and _is_free(wanted) else []
-    while len(ports) < server.num_ports:
-        # SystemRandom: a campaign that seeds the global generator would choose the same ports in every
-        # process
-        candidate = random.SystemRandom().randrange(*PORT_RANGE)
-        if candidate not in ports and _is_free(candidate):
-            ports.append(candidate)
-    return ports
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a connection in TIME_WAIT does not count
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
-
-
-def _accepts(port: int) -> bool:
-    try:
-        socket.create_connection((HOST, port), timeout=2.0).close()
-    except OSError:
-        return False
-    return True
+    return free_ports(server.num_ports, preferred=[wanted] if wanted else [])
 
 
 def _discovery(folder: Path) -> dict | None:
@@ -277,51 +243,3 @@ def _discovery(folder: Path) -> dict | None:
         return json.loads((folder / "server.json").read_bytes())
     except FileNotFoundError:
         return None
-
-
-def _is_held(path: Path) -> bool:
-    """Whether a guard or server holds the lock. Tried shared, so that two lookers do not see each other."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path, *, deadline_s: float) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        end = time.monotonic() + deadline_s
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise RuntimeError(
-                        f"{path} must be free within {deadline_s:.0f} s, got: held by another process "
-                        "that starts "
-                        f"the server. `fuser {path}` names it."
-                    ) from None
-                time.sleep(POLL_S)
-        try:
-            yield
-        finally:
-            fcntl.flock(
-                fd, fcntl.LOCK_UN
-            )  # not only close: a concurrent fork may hold a copy of the descriptor
-    finally:
-        os.close(fd)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -12,7 +12,6 @@ Only the S3 port checks credentials. The side ports are open to every local user
 """
 
 import json
-import os
 import secrets
 import shutil
 import sys
@@ -21,7 +20,9 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.embedded.process import HOST, Launch, Server, ensure_running
+from tasks.embedded.files import write_private
+from tasks.embedded.ports import HOST
+from tasks.embedded.process import Launch, Server, ensure_running
 
 _PORTS = ("s3", "s3_grpc", "master", "master_grpc", "volume", "volume_grpc", "filer", "filer_grpc")
 
@@ -93,17 +94,13 @@ def _socket(name: str, port: int) -> str:
 
 
 def _write_credentials_once(path: Path) -> None:
-    """Random key pair of this folder. 0600 from the first byte on; kept for the life of the folder."""
+    """Random key pair of this folder, kept for its life."""
     if path.exists():
         return
     credentials = [{"accessKey": secrets.token_hex(10), "secretKey": secrets.token_hex(20)}]
     actions = ["Admin", "Read", "Write", "List", "Tagging"]
-    body = json.dumps({"identities": [{"name": "campaign", "credentials": credentials, "actions": actions}]})
-    temporary = path.with_suffix(".new")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(body)
-    temporary.replace(path)
+    identity = {"name": "campaign", "credentials": credentials, "actions": actions}
+    write_private(path, json.dumps({"identities": [identity]}))
 
 
 def _is_ready(folder: Path, ports: list[int]) -> bool:

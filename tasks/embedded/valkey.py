@@ -5,12 +5,13 @@ An acknowledged write survives the death of every process (it is in the kernel b
 can lose the last second. Nothing is ever evicted; the buffer bounds its own size.
 """
 
-import os
 import secrets
 import socket
 from pathlib import Path
 
-from tasks.embedded.process import HOST, Launch, Server, ensure_running
+from tasks.embedded.files import write_private
+from tasks.embedded.ports import HOST
+from tasks.embedded.process import Launch, Server, ensure_running
 
 
 def ensure_valkey(folder: Path, *, port: int = 0) -> str:
@@ -24,7 +25,7 @@ def _plan(folder: Path, ports: list[int]) -> Launch:
     (folder / "data").mkdir(exist_ok=True)
     path = folder / "password"
     if not path.exists():
-        _write_private(path, secrets.token_hex(20))
+        write_private(path, secrets.token_hex(20))
     lines = [
         f"bind {HOST}",
         f"port {ports[0]}",
@@ -36,7 +37,7 @@ def _plan(folder: Path, ports: list[int]) -> Launch:
         "maxmemory-policy noeviction",
         "daemonize no",
     ]
-    _write_private(folder / "valkey.conf", "\n".join(lines) + "\n")
+    write_private(folder / "valkey.conf", "\n".join(lines) + "\n")
     return Launch(argv=[_binary(), str(folder / "valkey.conf")])
 
 
@@ -55,14 +56,6 @@ def _is_ready(folder: Path, ports: list[int]) -> bool:
 
 def _password(folder: Path) -> str:
     return (folder / "password").read_text()
-
-
-def _write_private(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    temporary.replace(path)
 
 
 def _binary() -> str:

@@ -11,7 +11,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tasks.embedded.process import HOST, Launch, Server, ensure_running, leave
+from tasks.embedded.ports import HOST
+from tasks.embedded.process import Launch, Server, ensure_running, leave
 from tasks.sglang_config import SglangConfig
 
 GRACE_SECONDS = 5.0
