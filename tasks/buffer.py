@@ -18,7 +18,7 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
     bytes.
     """
     from tasks.experience.leftovers import leave_over, with_inherited
-    from tasks.rl.assembly import KEPT, assemble_frame
+    from tasks.rl.assembly import KEPT, assemble_frame, newest_version
     from tasks.schema import ScoredFrame, from_bytes, to_bytes
 
     start, iteration, store = time.monotonic(), scores.iteration, run_store(run)
@@ -47,7 +47,7 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
         key=f"{name}.arrow",
         sha256=hashlib.sha256(payload).hexdigest(),
         num_samples=len(train),
-        behavior_version=scores.behavior_version,
+        behavior_version=max(scores.behavior_version, newest_version(frame)),
         produced=produced.samples,
         rejected=rejected,
         metrics={**_score_metrics(scores), **scores.metrics, **metrics},

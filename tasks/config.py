@@ -70,6 +70,7 @@ class CampaignConfig(Section):
             )
         self._check_models_beside_the_policy()
         self._check_engine_precision()
+        self._check_newer_versions()
         self.algorithm.check_length(self.rollout.max_new_tokens)
         first = 1 if self.warm_start.steps else 0
         if self.algorithm.kl != "none" and self.algorithm.reference_version > first:
@@ -151,6 +152,28 @@ class CampaignConfig(Section):
             raise ValueError(
                 "model.dtype must be 'bfloat16' for sglang on CUDA, whose norms take half precision outside "
                 "its deterministic mode, got 'float32'. Set it so, or rollout.sglang.deterministic."
+            )
+
+    def _check_newer_versions(self) -> None:
+        """What versions that come while responses run cannot go with."""
+        if self.rollout.follow == "required":
+            return
+        if self.schedule.max_staleness == 0:
+            raise ValueError(
+                "schedule.max_staleness must be at least 1 with rollout.follow 'newest', got 0: an "
+                "on-policy iteration is sampled by the newest version, and there is no newer one before it "
+                "is trained. Raise it, or set follow to 'required'."
+            )
+        if self.train.deterministic:
+            raise ValueError(
+                "train.deterministic must be false with rollout.follow 'newest', got true: samples depend on "
+                "when a version is published, so bits do not repeat. Set it to false, or follow to "
+                "'required'."
+            )
+        if self.environment.may_answer:
+            raise ValueError(
+                "rollout.follow must be 'required' with an environment that may answer turns, whose "
+                "dialogues cannot be resumed, got 'newest'. Set it so."
             )
 
     @classmethod

@@ -69,7 +69,7 @@ class PromptSet(Section):
 
     iteration: int
     behavior_version: int
-    """The policy version that must sample it."""
+    """The policy version that must sample it; with ``rollout.follow: newest`` the oldest that may."""
     num_portions: int
     num_groups: int
     num_samples: int
@@ -132,7 +132,7 @@ class TrainBatch(Section):
     sha256: str
     num_samples: int
     behavior_version: int
-    """The version that sampled it; -1 for demonstrations."""
+    """The newest version that sampled any token of it; -1 for demonstrations."""
     produced: int
     rejected: dict[str, int]
     metrics: dict[str, float]

@@ -19,6 +19,11 @@ class RolloutConfig(Section):
     pool: Literal["tasks", "standing"] = "tasks"
     """``tasks``: each iteration starts its workers as mapped tasks. ``standing``: workers with warm engines
     run beside the campaign (``python -m tasks.engine.standing``), and the generate stage waits for them."""
+    follow: Literal["required", "newest"] = "required"
+    """Which version a standing worker samples a portion with: the one that it requires, or at least that and
+    always the newest that is published. ``newest`` is taken while responses run (``sglang.in_flight`` says
+    what becomes of them; the embedded engine aborts and resumes them): each token has its version, a sample
+    is as old as its oldest token. Tokens then depend on when a version came, and bits do not repeat."""
     standing_timeout_seconds: float = Field(default=900.0, gt=0)
     """A standing pool that settles nothing for this long stops the run."""
     prompts_per_iteration: int = Field(default=512, ge=1)
@@ -105,6 +110,16 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _somebody_follows(self) -> Self:
+        if self.follow == "newest" and self.pool != "standing":
+            raise ValueError(
+                "pool must be 'standing' with follow 'newest': the workers of an iteration's tasks end with "
+                f"it, on the version they began with, got {self.pool!r}. Set pool to 'standing', or follow "
+                "to 'required'."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_quota_is_not_refilled(self) -> Self:
         if self.refill_rounds and self.oversample:
             raise ValueError(
@@ -136,7 +151,7 @@ class RolloutConfig(Section):
 
 
 class BufferConfig(Section):
-    url: str | tuple[str, ...] = "embedded"
+    url: str | list[str] = "embedded"
     """``embedded`` starts a Valkey server beside the store; else ``valkey://`` or ``valkeys://`` (TLS). A
     list spreads the portions over several servers (shards)."""
     password_file: str = ""

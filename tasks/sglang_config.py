@@ -11,7 +11,7 @@ from tasks.section import Section
 
 
 class SglangConfig(Section):
-    urls: tuple[str, ...] = ()
+    urls: list[str] = Field(default_factory=list)
     """Servers to attach to, all of them serving this policy; empty = each worker launches one of its own."""
     router_url: str = ""
     """SGLang's router in front of ``urls``: prompts go through it, everything else to each server."""

@@ -146,7 +146,7 @@ def bench(config: SglangConfig, shape: dict[str, int], plan: Plan, scratch: Path
         for index, (server, url) in enumerate(servers):
             await_server(server, url, scratch / str(index))
         with routed(config, urls, scratch) as router:
-            changes = {"urls": urls, "router_url": router}
+            changes = {"urls": list(urls), "router_url": router}
             fleet = Fleet(config.model_copy(update=changes), dtype=dtype_of(config), folder=scratch)
             await_router(router, scratch / "router.log")
             lose_one(servers, fleet, plan, scratch, gate)

@@ -120,7 +120,7 @@ def throughput(
 ) -> None:
     valkey = ensure_valkey(scratch / "valkey")
     client = TheirClient(config, url, policy, scratch)
-    fleet = Fleet(config.model_copy(update={"urls": (url,)}), dtype=dtype_of(config), folder=scratch)
+    fleet = Fleet(config.model_copy(update={"urls": [url]}), dtype=dtype_of(config), folder=scratch)
     fleet.load(policy, 1)
     client.await_done()
     await_gate(gate)

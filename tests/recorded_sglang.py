@@ -120,4 +120,4 @@ def recorded(kind=Recorded, **state):
 def attached(*servers, **changes):
     urls = tuple(f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
     values = {"device": "cpu", "attention": "torch_native", "cuda_graphs": False, "max_running_requests": 8}
-    return Fleet(SglangConfig(urls=urls, **(values | changes)), dtype="float32", folder=Path()).view()
+    return Fleet(SglangConfig(urls=list(urls), **(values | changes)), dtype="float32", folder=Path()).view()

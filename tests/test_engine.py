@@ -205,6 +205,22 @@ def test_ids_outside_the_vocabulary_are_refused_and_the_engine_goes_on(engine):
     assert engine.generate(REQUESTS, params())
 
 
+def test_a_load_from_another_thread_leaves_each_token_with_one_version(engine, case):
+    """Complaint 12. Responses end where they are or finish first; none has tokens of a part of each
+    version's weights."""
+    loads = threading.Timer(0.3, case.engine.load, (case.folders[1], 8))
+    loads.start()
+    under_way = engine.generate(REQUESTS, params(**GREEDY, max_new_tokens=300, stop_ids=frozenset()))
+    loads.join()
+    assert engine.version == 8
+    for group in under_way:
+        for done in group:
+            assert done.version_spans == ((7, len(done.response_ids)),)
+            assert (done.finish_reason == "length") == (len(done.response_ids) == 300)
+    (after, *_), *_ = engine.generate(REQUESTS, params())
+    assert after.version_spans == ((8, len(after.response_ids)),)
+
+
 def test_a_failed_load_leaves_no_version_behind(case, tmp_path):
     engine, first = case.engine, case.folders[0]
     engine.load(first, 3)

@@ -1,12 +1,18 @@
 """What users of other frameworks report of rollout engines, one claim a test; the row of the complaints is in
 each.
 
-The claims that other files test better name their row there: 7, 11, 12 in test_sglang_fleet.py, 10 in
-test_corrections.py, 11 and 28 in test_sglang_real.py, 13 in test_turns.py, 14 in test_engine.py, 26 in
-test_partial.py.
+The claims that other files test better name their row there: 7, 11, 12 in test_sglang_fleet.py, 7 in
+test_standing.py, 10 in test_corrections.py, 10, 11, 12 and 26 in test_in_flight.py, 11 and 28 in
+test_sglang_real.py, 13 in test_turns.py, 11, 12 and 14 in test_engine.py, 26 in test_partial.py.
 """
 
+import contextlib
+import gc
+import sys
 import threading
+import time
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,17 +22,20 @@ from test_partial import answer as part
 from test_partial import joined
 from test_rl import config, scored
 
+from tasks.engine import embedded
 from tasks.engine.embedded import EmbeddedEngine
 from tasks.engine.make import stop_ids
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sglang_client import SglangError
 from tasks.engine.sglang_format import completion
+from tasks.engine.sglang_server import LaunchedServer, answers
 from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.model import load_policy
 from tasks.policy.trainer import token_logprobs_and_entropy
 from tasks.rl.assembly import assemble_frame
 from tasks.rl.mismatch import mismatch_report
 from tasks.schema import RolloutFrame, ScoredFrame, make_frame
+from tasks.sglang_config import SglangConfig
 
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=1.0, stop_ids=frozenset({1}))
 REQUESTS = [Request(prompt_ids=(2, 9, 10, 11, 3), seeds=tuple(range(4)))] * 2
@@ -128,6 +137,52 @@ def test_a_server_that_fails_now_and_then_stays_in_service(untied):
         with pytest.raises(SglangError, match="broke off"):
             engine.generate(REQUESTS[:1], PARAMS)
         assert "2 failures in a row" in engine.describe()
+
+
+COMPILES = """#!{python}
+import runpy, sys, time
+time.sleep({seconds})
+port = sys.argv[sys.argv.index("--port") + 1]
+sys.argv = ["canned", "--port", port, "--tokens", "2"]
+runpy.run_path({canned!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("budget", "is_given_up"), [(60.0, False), (0.7, True)])
+def test_a_server_that_still_compiles_is_given_its_start_up_budget_and_no_more(tmp_path, budget, is_given_up):
+    """Row 28: the first probe that found nobody killed it. The server here is canned; its start is real."""
+    interpreter = tmp_path / "python"
+    canned = str(Path(__file__).with_name("canned_sglang.py"))
+    interpreter.write_text(COMPILES.format(python=sys.executable, seconds=2, canned=canned))
+    interpreter.chmod(0o755)
+    config = SglangConfig(
+        python=str(interpreter), startup_seconds=budget, device="cpu", attention="torch_native",
+        cuda_graphs=False,
+    )  # fmt: skip
+    server = LaunchedServer(config, tmp_path / "server", dtype="float32", routing=False)
+    start = time.monotonic()
+    too_slow = pytest.raises(RuntimeError, match=r"must answer on .* within 1 s, got: no answer")
+    with too_slow if is_given_up else contextlib.nullcontext():
+        url = server.start(tmp_path, 0)
+        assert answers(url) and time.monotonic() - start > 2, "a hundred probes before found nobody"
+    server.stop()
+
+
+def test_the_weights_before_are_freed_before_the_next_ones_are_read(tmp_path, monkeypatch):
+    """Row 33, in the trainer's process: two versions at once did not fit."""
+    folder = save_tiny_policy(tmp_path)
+    engine, alive = EmbeddedEngine(batch_size=4), []
+
+    def read(*arguments, **named):
+        gc.collect()
+        alive.append(before() is not None)
+        return load_policy(*arguments, **named)
+
+    engine.load(folder, 0)
+    before = weakref.ref(engine.model)
+    monkeypatch.setattr(embedded, "load_policy", read)
+    engine.load(folder, 1)
+    assert alive == [False] and engine.version == 1
 
 
 def test_no_version_is_loaded_beside_the_one_before(untied):

@@ -214,7 +214,7 @@ def test_a_response_under_which_the_weights_changed_says_which_version_sampled_w
     spans = [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 2}]
     done = completion(answer(weight_version="8", weight_versions=spans), routing_shape=(2, 2))
     assert done.version_spans == ((7, 1), (8, 1))
-    assert completion(answer(weight_versions=spans[:1]), routing_shape=(2, 2)).version_spans is None
+    assert completion(answer(weight_versions=spans[:1]), routing_shape=(2, 2)).version_spans == ((7, 1),)
     prompt = {"iteration": 0, "prompt_id": "p", "prompt_ids": [2, 3]}
     (row,) = group_rows(prompt, {}, [[done]], group_size=1, policy_version=7, params=PARAMS)
     assert row["policy_version"] == 7

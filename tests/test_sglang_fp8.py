@@ -108,7 +108,7 @@ def test_the_server_reads_the_blocks_from_the_folder_and_not_from_a_flag():
     assert "--quantization" not in blocks
     assert "--quantization" in server_arguments(SglangConfig(quantization="fp8"), **options)
     with pytest.raises(ValueError, match="FP8 weights are not updated in place"):
-        SglangConfig(quantization="fp8_blocks", urls=("http://engine:1",))
+        SglangConfig(quantization="fp8_blocks", urls=["http://engine:1"])
 
 
 def test_a_fleet_serves_each_versions_rounded_folder_from_a_server_that_starts_anew(

@@ -31,12 +31,17 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start_run(
-    store_folder: Path, campaign: str, policy_folder: Path, lineage: int = 1, **rollout: Any
+    store_folder: Path,
+    campaign: str,
+    policy_folder: Path,
+    lineage: int = 1,
+    sections: dict[str, Any] | None = None,
+    **rollout: Any,
 ) -> CampaignRun:
     """A run with versions 0 and 1 published, as ``open_campaign`` and ``publish`` leave it."""
     rollout = {"pool": "standing", "group_size": GROUP_SIZE, "max_new_tokens": 5, "batch_size": 6, **rollout}
     config = CampaignConfig.model_validate(
-        {"name": campaign, "checkpoint": {"store": str(store_folder)}, "rollout": rollout}
+        {"name": campaign, "checkpoint": {"store": str(store_folder)}, "rollout": rollout, **(sections or {})}
     )
     run = CampaignRun(config=config, lineage=lineage, code_revision="r")
     store = run_store(run)

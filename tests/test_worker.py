@@ -235,7 +235,7 @@ def test_an_interrupted_chunk_is_redone_whole_only_where_bits_must_repeat(buffer
         buffer, "x", engine=_loaded(HalfAborted(batch_size=16), folder), is_deterministic=is_deterministic
     )
     prompts = from_bytes(lease.item.payload, schema=PromptFrame).rows(named=True)
-    groups, _, is_whole = worker.sample(lease, prompts, WorkDone())
+    groups, _, is_whole = worker.sample(lease, prompts, WorkDone(), threading.Event())
     assert not is_whole and len(groups) == (0 if is_deterministic else 1)
 
 

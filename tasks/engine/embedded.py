@@ -5,6 +5,7 @@ Shape key: P prompts, B sequences still being decoded, L prompt positions (left-
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,26 +32,40 @@ class EmbeddedEngine:
         self.version: int | None = None
         self.recorder: RoutingRecorder | None = None
         self._is_aborted = threading.Event()
+        self._loading, self._running = threading.Lock(), threading.Lock()
 
     def load(self, folder: Path, version: int) -> None:
-        self.model, self.version = None, None
-        self.model = load_policy(folder, dispatcher=LocalDispatcher(), dtype=self.dtype).eval()
-        self.recorder = None
-        self.version = version
+        with self._loading:  # whoever wants to generate waits here
+            self._is_aborted.set()
+            with self._running:
+                self.model, self.version = None, None
+                self.model = load_policy(folder, dispatcher=LocalDispatcher(), dtype=self.dtype).eval()
+                self.recorder = None
+                self.version = version
 
     def describe(self) -> str:
         return f"embedded (transformers, key-value cache, {self.dtype}, batches of {self.batch_size})"
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
-        if self.model is None:
-            raise RuntimeError("the engine must load a policy version before it generates; call load first.")
-        self._is_aborted.clear()
-        recorder = self._recorder(params)
-        completions: list[list[Completion]] = []
-        for batch in _batches(requests, self.batch_size):
-            completions += _generate_batch(self.model, recorder, batch, params, self._is_aborted)
-        return completions
+        with self._loading:
+            self._running.acquire()
+            self._is_aborted.clear()
+        try:
+            if self.model is None or self.version is None:
+                raise RuntimeError(
+                    "the engine must load a policy version before it generates; call load first."
+                )
+            recorder, version = self._recorder(params), self.version
+            completions: list[list[Completion]] = []
+            for batch in _batches(requests, self.batch_size):
+                completions += _generate_batch(self.model, recorder, batch, params, self._is_aborted)
+        finally:
+            self._running.release()
+        return [
+            [replace(one, version_spans=((version, len(one.response_ids)),)) for one in group]
+            for group in completions
+        ]
 
     def _recorder(self, params: SamplingParams) -> RoutingRecorder | None:
         is_on = params.record_routing != "none"

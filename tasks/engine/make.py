@@ -53,6 +53,7 @@ def make_workers(
     folder: Path,
     name: str,
     departure: Departure,
+    required_version: int | None = None,
 ) -> list[RolloutWorker]:
     """As many workers around one engine as portions are to be sampled at once."""
     engines = [engine]
@@ -63,9 +64,12 @@ def make_workers(
         engines += [engine.fleet.view() for _ in range(config.rollout.portions_at_once - 1)]
     names = [name if number == 0 else f"{name}+{number}" for number in range(len(engines))]
     return [
-        make_worker(config, one, buffer, folder=folder, name=label, departure=departure)
+        make_worker(
+            config, one, buffer, folder=folder, name=label, departure=departure,
+            required_version=required_version,
+        )
         for one, label in zip(engines, names, strict=True)
-    ]
+    ]  # fmt: skip
 
 
 def make_worker(
@@ -76,6 +80,7 @@ def make_worker(
     folder: Path,
     name: str,
     departure: Departure,
+    required_version: int | None = None,
 ) -> RolloutWorker:
     """The configured worker around an engine that holds the policy in ``folder``."""
     rollout = config.rollout
@@ -92,6 +97,7 @@ def make_worker(
         quota_groups=rollout.quota_groups,
         dialogue=make_dialogue(config, folder),
         departure=departure,
+        required_version=required_version,
     )
 
 

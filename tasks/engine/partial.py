@@ -87,7 +87,8 @@ def _row(prompt: Row, index: int, completion: Completion, policy_version: int, p
 
 
 def _versions(completion: Completion, policy_version: int) -> Row:
-    """Which version sampled what; the engine may have taken another one under the response."""
+    """Which version sampled what: as the engine says, which may have taken another one under the response;
+    of a dialogue all by the version it was asked for."""
     spans = completion.version_spans or ((policy_version, len(completion.response_ids)),)
     listed = [{"policy_version": version, "num_tokens": count} for version, count in spans]
     return {"policy_version": spans[0][0], "version_spans": listed if len(spans) > 1 else None}

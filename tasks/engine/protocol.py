@@ -52,8 +52,8 @@ class Completion:
     routed_weights: "np.ndarray | None" = field(default=None, compare=False)
     """float16 or float32 of the same shape."""
     version_spans: tuple[tuple[int, int], ...] | None = None
-    """(policy version, how many tokens it sampled), in order, where another version was loaded under the
-    response; None = all by the version that was loaded when it was asked for."""
+    """(policy version, how many tokens it sampled), in order; None where an environment's words are between
+    them, under which no version is loaded."""
 
 
 class Engine(Protocol):
@@ -65,7 +65,13 @@ class Engine(Protocol):
         ...
 
     def load(self, folder: Path, version: int) -> None:
-        """Adopt the weights of a Hugging Face folder as ``version``; on an error no version is loaded."""
+        """Adopt the weights of a Hugging Face folder as ``version``; on an error no version is loaded.
+
+        From another thread than a running ``generate``'s it may come at any time. No token is sampled then
+        with a part of the old and a part of the new, and none on the old one's cache: responses come back as
+        they are, with finish reason ``abort``, or go on under the new version. A ``generate`` that is called
+        meanwhile waits for the load to end.
+        """
         ...
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:

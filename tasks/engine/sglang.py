@@ -225,13 +225,16 @@ class SglangEngine:
         self._is_aborted.set()
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
-        with self.fleet.loading:  # another thread's load, which this call would fall into
+        with self.fleet.loading:  # a load of another thread has ended, or aborts what is started here
+            if self.version is None:
+                raise RuntimeError(
+                    "the engine must load a policy version before it generates; call load first."
+                )
+            self._require_known_ids(requests)
+            self._is_aborted.clear()
             since = len(self.fleet.history) - 1
-        if self.version is None:
-            raise RuntimeError("the engine must load a policy version before it generates; call load first.")
-        self._require_known_ids(requests)
-        self._is_aborted.clear()
-        return self.fleet.loop.run(self._generate(requests, params, since))
+            answers = self.fleet.loop.start(self._generate(requests, params, since))
+        return answers.result()
 
     async def _generate(
         self, requests: Sequence[Request], params: SamplingParams, since: int

@@ -77,14 +77,14 @@ def completion(answer: dict[str, Any], *, routing_shape: tuple[int, int]) -> Com
         logprobs=[min(value, 0.0) for value in logprobs],
         finish_reason=meta["finish_reason"]["type"],
         routed_experts=_routed_experts(meta.get("routed_experts"), routing_shape),
-        version_spans=spans if len(spans := version_spans(meta)) > 1 else None,
+        version_spans=version_spans(meta),
     )
 
 
 def version_spans(meta: dict[str, Any]) -> tuple[tuple[int, int], ...]:
     """(version, tokens) in the order of the response; SGLang lists them from 0.5.19 on, and before says only
     which version held at the end."""
-    listed = meta.get("weight_versions")
+    listed = [span for span in meta.get("weight_versions") or () if span["end"] > span["start"]]
     if not listed:
         return ((int(meta["weight_version"]), len(meta["output_token_logprobs"])),)
     return tuple((int(span["version"]), span["end"] - span["start"]) for span in listed)

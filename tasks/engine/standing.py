@@ -4,8 +4,9 @@
 
 It works for whatever run of the campaign's name was started last, with that run's configuration; the file
 only says where the store is. It takes no portion of a policy version it has not loaded: when the campaign
-requires another one, it loads that first. Several of them share the queue. SIGTERM or a Spot notice drains it
-(exit 143).
+requires another one, it loads that first. With ``rollout.follow: newest`` a portion's version is the oldest
+that may sample it: the worker takes newer ones as they are published, also while it samples. Several of them
+share the queue. SIGTERM or a Spot notice drains it (exit 143).
 """
 
 import argparse
@@ -15,12 +16,15 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import yaml
 
 from tasks.artifacts.store import PolicyStore
+from tasks.artifacts.version import PolicyVersion
 from tasks.config import CampaignConfig, with_overrides
+from tasks.engine.in_flight import newest_after, taking_newer
 from tasks.engine.make import make_engine, make_workers
 from tasks.engine.notices import Departure, departing
 from tasks.engine.overlap import drain_together
@@ -80,27 +84,46 @@ class StandingWorker:
     def _drain(
         self, run: CampaignRun, engine: Engine, buffer: ExperienceBuffer, iteration: int, version: int
     ) -> int:
-        if engine.version != version:
-            assert self._store is not None
-            start, store = time.monotonic(), self._store
-            folder = store.pull(store.reference(version), without=OPTIMIZER)
-            engine.load(folder, version)
-            self._exchange(store, folder)
-            say("standing", f"{self.name} loaded v{version} in {time.monotonic() - start:.1f} s")
+        assert self._store is not None
+        takes_newer = run.config.rollout.follow == "newest"
+        if self._folder == Path() or not _may_sample(engine.version, version, takes_newer=takes_newer):
+            newer = newest_after(self._store, version) if takes_newer else None
+            self._load(engine, newer or self._store.reference(version))
         members = make_workers(
-            run.config, engine, buffer, folder=self._folder, name=self.name, departure=self.departure
-        )
-        done = drain_together(members, iteration, waits=False)
+            run.config, engine, buffer, folder=self._folder, name=self.name, departure=self.departure,
+            required_version=version if takes_newer else None,
+        )  # fmt: skip
+        beside = taking_newer(lambda: self._look_for_newer(engine), departure=self.departure)
+        with beside if takes_newer else nullcontext():
+            done = drain_together(members, iteration, waits=False)
         if done.num_portions or done.num_returned:
             rate = done.num_tokens / max(done.seconds, 1e-9)
             say(
                 "standing",
                 f"{self.name}: {done.num_portions} portions, {done.num_returned} returned, "
                 f"{done.num_samples} samples, "
-                f"{done.num_tokens} tokens of v{version}, {rate:,.0f} tokens/s",
+                f"{done.num_tokens} tokens of v{version}{' or newer' if takes_newer else ''}, "
+                f"{rate:,.0f} tokens/s",
                 iteration=iteration,
             )
         return done.num_portions
+
+    def _look_for_newer(self, engine: Engine) -> None:
+        assert self._store is not None and engine.version is not None
+        if found := newest_after(self._store, engine.version):
+            self._load(engine, found)
+
+    def _load(self, engine: Engine, found: PolicyVersion) -> None:
+        assert self._store is not None
+        start, store = time.monotonic(), self._store
+        folder = store.pull(found, without=OPTIMIZER)
+        engine.load(folder, found.version)
+        self._exchange(store, folder)
+        say("standing", f"{self.name} loaded v{found.version} in {time.monotonic() - start:.1f} s")
+
+
+def _may_sample(held: int | None, required: int, *, takes_newer: bool) -> bool:
+    return held == required or (takes_newer and held is not None and held > required)
 
 
 def follow(root: PolicyStore, *, name: str, departure: Departure) -> None:

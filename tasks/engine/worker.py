@@ -7,7 +7,8 @@ and hands the rest back. Groups are identified by what they are samples of, so w
 
 What surprises: in deterministic mode a chunk that was interrupted is sampled again whole. The last bits of a
 log-probability depend on the rows a matrix product is made with, so only equal batches repeat bit for bit.
-Where partial responses are kept, their tokens go on from where they are, and bits may differ.
+Where partial responses are kept, their tokens go on from where they are, and bits may differ; so they do
+where newer versions are taken while responses run (``required_version``).
 """
 
 import math
@@ -68,6 +69,9 @@ class RolloutWorker:
     dialogue: Dialogue | None = None
     """Where the environment answers the policy's turns."""
     departure: Departure = field(default_factory=lambda: Departure(grace_seconds=math.inf))
+    required_version: int | None = None
+    """What the portions to lease require, where the engine may hold a newer version and be given others while
+    it samples (``tasks.engine.in_flight``); None = they require exactly the one it holds."""
     _chunk_seconds: float = 0.0
 
     def drain(self, iteration: int, *, max_portions: int = 0, waits: bool = True) -> WorkDone:
@@ -80,7 +84,8 @@ class RolloutWorker:
         done = WorkDone()
         while not self.departure.is_due and (max_portions == 0 or done.num_portions < max_portions):
             self._close_if_met(iteration)  # it may have inherited enough
-            leases = self.buffer.lease(self.name, iteration=iteration, policy_version=self.engine.version)
+            version = self.engine.version if self.required_version is None else self.required_version
+            leases = self.buffer.lease(self.name, iteration=iteration, policy_version=version)
             if not leases:
                 if not waits or self.buffer.outstanding(iteration) == 0:
                     break
@@ -99,8 +104,11 @@ class RolloutWorker:
                 is_complete = self._sample_chunks(lease, done, is_lost)
         except LeaseLost:
             return  # another worker has the portion now; its samples are the same
-        except Exception as error:  # may be the portion's fault: counted, or it would go round for ever
-            self.buffer.fail(lease, f"{type(error).__name__}: {str(error)[:200]}")
+        except Exception as error:
+            if self.engine.version is None:  # a load failed under it
+                self.buffer.return_(lease)
+            else:  # may be the portion's fault: counted, or it would go round for ever
+                self.buffer.fail(lease, f"{type(error).__name__}: {str(error)[:200]}")
             raise
         except BaseException:
             self.buffer.return_(lease)
@@ -126,7 +134,7 @@ class RolloutWorker:
                 return False
             start = time.monotonic()
             repeats = self.is_deterministic and not self.keeps_partial
-            groups, num_tokens, is_whole = self.sample(lease, chunk if repeats else missing, done)
+            groups, num_tokens, is_whole = self.sample(lease, chunk if repeats else missing, done, is_lost)
             done.num_tokens += num_tokens
             if groups and not is_lost.is_set():
                 seconds = time.monotonic() - start
@@ -146,39 +154,54 @@ class RolloutWorker:
         """Groups of the portion that an earlier attempt published."""
         return self.buffer.published(lease.item, [prompt["prompt_id"] for prompt in prompts])
 
-    def sample(self, lease: Lease, prompts: Sequence[Row], done: WorkDone) -> tuple[list[Group], int, bool]:
+    def sample(
+        self, lease: Lease, prompts: Sequence[Row], done: WorkDone, is_lost: threading.Event
+    ) -> tuple[list[Group], int, bool]:
         """The finished groups of some prompts, tokens sampled, and whether none was aborted."""
-        version = lease.item.policy_version
-        if self.engine.version != version:
-            raise RuntimeError(
-                f"portion {lease.item.item_id} must be sampled by policy version "
-                f"{version}, the engine holds version {self.engine.version}. "
-                "Load the required version first."
-            )
-        begun = self._begun(lease, prompts)
-        requests = [requests_of(prompt, begun, self._seeds(prompt)) for prompt in prompts]
-        completions = iter(self._generate(prompts, requests))
-        answers = [[next(completions) for _ in each] for each in requests]
-        num_tokens = sum(len(c.response_ids) for each in answers for group in each for c in group)
-        groups = [
-            group_rows(
-                prompt,
-                begun,
-                each,
-                group_size=self.group_size,
-                policy_version=version,
-                params=self.params,
-            )
-            for prompt, each in zip(prompts, answers, strict=True)
-        ]
-        finished = [rows for rows in groups if is_finished(rows, self.group_size)]
-        is_whole = len(finished) == len(prompts)
+        self._require_version(lease)
+        begun, num_tokens = self._begun(lease, prompts), 0
+        while True:
+            groups, count = self._go_on(lease, prompts, begun)
+            num_tokens += count
+            finished = [rows for rows in groups if is_finished(rows, self.group_size)]
+            is_whole = len(finished) == len(prompts)
+            is_over = is_lost.is_set() or self.departure.seconds_left() <= 0
+            if is_whole or is_over or self.required_version is None:
+                break
+            begun = {(row["prompt_id"], row["sample_index"]): row for rows in groups for row in rows}
         if self.keeps_partial:
             rest = [rows for rows in groups if rows and not is_finished(rows, self.group_size)]
             done.num_parked += self._park(lease, rest)
         elif self.is_deterministic and not is_whole:
             return [], num_tokens, False  # sampled again whole, so nothing of it may be stored
         return _packed(finished), num_tokens, is_whole
+
+    def _require_version(self, lease: Lease) -> None:
+        version = lease.item.policy_version
+        if self.required_version is None and self.engine.version != version:
+            raise RuntimeError(
+                f"portion {lease.item.item_id} must be sampled by policy version "
+                f"{version}, the engine holds version {self.engine.version}. "
+                "Load the required version first."
+            )
+
+    def _go_on(self, lease: Lease, prompts: Sequence[Row], begun: Begun) -> tuple[list[list[Row]], int]:
+        """The samples of each group once the engine has answered for what is missing, and its tokens."""
+        requests = [requests_of(prompt, begun, self._seeds(prompt)) for prompt in prompts]
+        completions = iter(self._generate(prompts, requests))
+        answers = [[next(completions) for _ in each] for each in requests]
+        groups = [
+            group_rows(
+                prompt,
+                begun,
+                each,
+                group_size=self.group_size,
+                policy_version=lease.item.policy_version,
+                params=self.params,
+            )
+            for prompt, each in zip(prompts, answers, strict=True)
+        ]
+        return groups, sum(len(c.response_ids) for each in answers for group in each for c in group)
 
     def _generate(self, prompts: Sequence[Row], requests: Sequence[list[Request]]) -> list[list[Completion]]:
         flat = [one for each in requests for one in each]

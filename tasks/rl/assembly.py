@@ -42,7 +42,15 @@ def assemble_frame(
         "staleness": float(ages.mean() or 0.0),  # pyright: ignore[reportArgumentType]
         **age_histogram(ages.to_list()),
     }
+    if config.rollout.follow == "newest":
+        metrics["mixed_versions"] = 1 - train["version_spans"].null_count() / max(len(train), 1)
     return train, rejected, metrics
+
+
+def newest_version(frame: pl.DataFrame) -> int:
+    """The newest version that sampled any token; -1 of no rows."""
+    last = pl.col("version_spans").list.last().struct.field("policy_version")
+    return frame.select(pl.coalesce(last, "policy_version").max().fill_null(-1)).item()
 
 
 def _rejection(config: CampaignConfig, policy_version: int) -> pl.Expr:
