@@ -13,26 +13,18 @@ import pytest
 import torch
 from engines import start_sglang
 from policies import save_tiny_policy
-from publishing import manifest
-from recorded_sglang import recorded
 from test_rl import config
-from test_standing import leases, standing, start_run
 from test_worker import GROUP_SIZE, buffer, member, published, put
 
-from tasks.artifacts.manifest import Blob
-from tasks.engine import in_flight
 from tasks.engine.embedded import EmbeddedEngine
-from tasks.engine.in_flight import newest_after
 from tasks.engine.notices import Departure
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.model import load_policy
 from tasks.policy.trainer import token_logprobs_and_entropy
-from tasks.records import CampaignRun
 from tasks.rl.assembly import assemble_frame, newest_version
-from tasks.schema import RolloutFrame, ScoredFrame, from_bytes, make_frame
-from tasks.session import run_buffer, run_store
+from tasks.schema import ScoredFrame, make_frame
 
 __all__ = ["buffer"]  # a fixture
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=1.0, stop_ids=frozenset({1}))
@@ -286,7 +278,7 @@ NEWEST = {
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rollout": {"pool": "tasks", "follow": "newest"}}, "pool must be 'standing' with follow 'newest'.*"),
+        ({"rollout": {"pool": "tasks", "follow": "newest"}}, "pool must be 'standing' with follow 'newest'"),
         ({"schedule": {"max_staleness": 0}}, "max_staleness must be at least 1 .* got 0.*Raise it"),
         ({"train": {"deterministic": True}}, "deterministic must be false .* bits do not repeat"),
         ({"environment": {"name": "calculator"}}, "must be 'required' with an environment that may answer"),
@@ -296,149 +288,6 @@ def test_newer_versions_are_refused_where_they_make_no_sense(change: dict[str, A
     assert config(**NEWEST).rollout.follow == "newest" and config().rollout.follow == "required"
     with pytest.raises(ValueError, match=words):
         config(**NEWEST | change)
-
-
-# --- the standing worker
-
-
-class Publishes(EmbeddedEngine):
-    """What ``events`` names happens in that decoding step of the first call, and is waited for: a version is
-    published, and the worker finds it and has it loaded."""
-
-    events: dict[int, Any]
-
-    def generate(self, requests: Any, params: Any) -> Any:
-        engine, looks = self, 0
-
-        class Watched:
-            record_routing, max_new_tokens = params.record_routing, params.max_new_tokens
-            top_p, stop_ids = params.top_p, params.stop_ids
-
-            @property
-            def temperature(self) -> float:
-                nonlocal looks
-                looks += 1
-                if event := engine.events.pop(looks, None):
-                    event()
-                    assert engine._is_aborted.wait(20), "no version was taken"
-                return params.temperature
-
-        return super().generate(requests, Watched())  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Publishes:
-    """The engine of the standing worker that a test makes."""
-    made = Publishes(batch_size=16)
-    made.events = {}
-    monkeypatch.setattr("tasks.engine.standing.make_engine", lambda *_, **__: made)
-    monkeypatch.setattr(in_flight, "LOOK_SECONDS", 0.02)
-    return made
-
-
-def follow_newest(store_folder: Path, campaign: str, folder: Path) -> CampaignRun:
-    """Versions 0 and 1 are there."""
-    sections = {"schedule": {"max_staleness": 1}, "train": {"deterministic": False}}
-    return start_run(store_folder, campaign, folder, sections=sections, follow="newest", max_new_tokens=12)
-
-
-def publish(run: CampaignRun, version: int, folder: Path, **files: Blob) -> None:
-    store = run_store(run)
-    store.commit(manifest(store, version, store.put_folder(folder) | files))
-
-
-def samples(run: CampaignRun, iteration: int = 2) -> pl.DataFrame:
-    taken = run_buffer(run).take_rollouts("reader", iteration=iteration, max_groups=100)
-    frame = from_bytes(*(group.payload for _, group in taken), schema=RolloutFrame)
-    return frame.sort("prompt_id", "sample_index")
-
-
-def test_a_standing_worker_takes_a_version_that_is_published_while_it_samples(
-    store_folder: Path, campaign: str, folders: dict[int, Path], engine: Publishes,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    run = follow_newest(store_folder, campaign, folders[5])
-    worker = standing(store_folder, campaign)
-    worker.look()
-    put(run_buffer(run), 2, version=1)
-
-    def two_at_once() -> None:
-        publish(run, 2, folders[6])
-        publish(run, 3, folders[7])
-
-    engine.events = {3: two_at_once}
-    assert worker.work() == 2
-    frame = samples(run)
-    mixed = [parts for parts in spans(frame) if len(parts) > 1]
-    assert mixed and all(first == (1, 3) for first, *_ in mixed)
-    assert {version for parts in mixed for version, _ in parts[1:]} <= {2, 3}
-    assert spans(frame)[-1][0][0] == engine.version == 3, "the next portion is sampled by the newest alone"
-    check_logprobs(frame, {1: folders[5], 2: folders[6], 3: folders[7]}, atol=EXACT)
-    assert leases(store_folder / "cache", run.campaign) == [3]
-    assert "loaded v1" in (said := capsys.readouterr().out) and "loaded v3" in said
-
-
-def test_a_worker_that_joins_late_begins_with_the_newest_version(
-    store_folder: Path, campaign: str, folders: dict[int, Path], engine: Publishes
-) -> None:
-    run = follow_newest(store_folder, campaign, folders[5])
-    worker = standing(store_folder, campaign)
-    worker.look()
-    put(run_buffer(run), 1, version=0)
-    assert worker.work() == 1 and engine.version == 1
-    frame = samples(run)
-    assert set(frame["policy_version"]) == {1} and frame["version_spans"].null_count() == len(frame)
-    put(run_buffer(run), 1, version=1, iteration=3)  # no load between iterations that it may sample
-    assert worker.work() == 1
-
-
-def test_a_version_that_cannot_be_loaded_ends_the_worker_with_its_error_and_the_next_one_mends_it(
-    store_folder: Path, campaign: str, folders: dict[int, Path], engine: Publishes
-) -> None:
-    run = follow_newest(store_folder, campaign, folders[5])
-    worker = standing(store_folder, campaign)
-    worker.look()
-    put(run_buffer(run), 1, version=1)
-    torn = run_store(run).put_bytes(b"{ torn")
-    engine.events = {3: lambda: publish(run, 2, folders[6], **{"config.json": torn})}
-    with pytest.raises(Exception, match=r"config\.json"):
-        worker.work()
-    assert engine.version is None and run_buffer(run).produced(2).samples == 0
-    publish(run, 3, folders[7])
-    assert worker.work() == 1 and set(samples(run)["policy_version"]) == {3}
-
-
-def test_the_newest_version_is_found_from_any_before(
-    store_folder: Path, campaign: str, folders: dict[int, Path]
-) -> None:
-    run = follow_newest(store_folder, campaign, folders[5])
-    store = run_store(run)
-    for version in (2, 3):
-        publish(run, version, folders[6])
-    for held in (0, 2):
-        found = newest_after(store, held)
-        assert found is not None and found.version == 3
-    assert newest_after(store, 3) is None
-
-
-def test_another_lineage_is_never_sampled_with_the_weights_of_the_one_before(
-    store_folder: Path, campaign: str, folders: dict[int, Path]
-) -> None:
-    """Versions of two lineages have the same numbers, and both are served by the same servers."""
-    with recorded() as server:
-        sglang = {
-            "urls": [f"http://127.0.0.1:{server.server_address[1]}"], "device": "cpu", "cuda_graphs": False,
-            "attention": "torch_native",
-        }  # fmt: skip
-        worker = standing(store_folder, campaign)
-        for lineage, version in ((1, 5), (2, 6)):
-            run = start_run(
-                store_folder, campaign, folders[version], lineage=lineage, engine="sglang", sglang=sglang
-            )
-            put(run_buffer(run), 1, version=1)
-            worker.look()
-            assert worker.work() == 1
-            assert len(server.state["updates"]) == lineage
 
 
 @pytest.mark.sglang
