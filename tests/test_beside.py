@@ -20,6 +20,7 @@ from tasks.policy.beside import Bench, with_other_versions, with_proximal
 from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.mesh import make_mesh
 from tasks.policy.model import load_policy
+from tasks.policy.progress import Progress
 from tasks.policy.trainer import token_logprobs_and_entropy
 from tasks.records import CampaignRun, TrainBatch
 
@@ -53,7 +54,7 @@ def make_bench(
 
     return Bench(
         run=CampaignRun(config=config, lineage=1, code_revision="test"), store=store, batch=batch,
-        mesh=make_mesh(1, 1), load=load, optimizer=nothing, save=nothing,
+        mesh=make_mesh(1, 1), progress=Progress(), load=load, optimizer=nothing, save=nothing,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForTokenClassification
 from tasks.algorithm_config import AlgorithmConfig
 from tasks.artifacts import critics
 from tasks.config import CampaignConfig
-from tasks.policy.critic import Critic, train_critic, value_reader
+from tasks.policy.critic import Critic, read_values, train_critic, value_reader
 from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
 from tasks.policy.fsdp import shard_parameters
 from tasks.policy.mesh import make_mesh
@@ -53,13 +53,19 @@ def make_critic(folder: Path, mesh, dispatcher=None, fsdp: int = 1) -> Critic:
     return Critic(model.train(), optimizer, mesh)
 
 
+def update(critic: Critic) -> tuple[list[dict], dict[str, float]]:
+    """Rows with values, and metrics."""
+    valued = read_values(critic, batch(), SETTINGS)
+    return valued, train_critic(critic, valued, ALGORITHM, SETTINGS)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral", "gpt_oss"])
 def test_a_policy_becomes_a_critic_that_says_nothing_yet_and_learns_what_to_expect(tmp_path, family):
     folder = saved(tiny_policy(family), tmp_path / "policy")
     critic = make_critic(folder, make_mesh(1, 1))
     errors = []
     for _ in range(4):
-        valued, metrics = train_critic(critic, batch(), ALGORITHM, SETTINGS)
+        valued, metrics = update(critic)
         errors.append(metrics["critic/value_loss"])
         assert [len(row["value"]) for row in valued] == [len(row["response_ids"]) for row in valued]
         if len(errors) == 1:
@@ -70,7 +76,7 @@ def test_a_policy_becomes_a_critic_that_says_nothing_yet_and_learns_what_to_expe
 def test_a_value_is_that_of_the_tokens_before(tmp_path):
     """Checked against transformers' own model, whose position t has seen token t."""
     critic = make_critic(saved(tiny_policy("qwen3_moe"), tmp_path / "policy"), make_mesh(1, 1))
-    train_critic(critic, batch(), ALGORITHM, SETTINGS)
+    update(critic)
     folder = tmp_path / "critic"
     folder.mkdir()
     shard = write_shard(folder, disk_tensors(critic.model), 0, 1)
@@ -91,8 +97,8 @@ def check_ranks(rank: int, world_size: int, ep: int, fsdp: int, folder: Path, ex
     mesh = make_mesh(world_size, ep, fsdp)
     dispatcher = make_dispatcher("all_to_all" if ep > 1 else "local", mesh.ep_group)
     critic = make_critic(folder, mesh, dispatcher, fsdp)
-    valued, metrics = train_critic(critic, batch(), ALGORITHM, SETTINGS)
-    again, _ = train_critic(critic, batch(), ALGORITHM, SETTINGS)
+    valued, metrics = update(critic)
+    again, _ = update(critic)
     expected_metrics, expected_values = expected
     for name, value in expected_metrics.items():
         assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
@@ -106,8 +112,8 @@ def check_ranks(rank: int, world_size: int, ep: int, fsdp: int, folder: Path, ex
 def test_ranks_train_the_critic_of_one_rank(tmp_path, ep, fsdp):
     folder = saved(tiny_policy("qwen3_moe"), tmp_path)
     critic = make_critic(folder, make_mesh(1, 1))
-    _, metrics = train_critic(critic, batch(), ALGORITHM, SETTINGS)
-    again, _ = train_critic(critic, batch(), ALGORITHM, SETTINGS)
+    _, metrics = update(critic)
+    again, _ = update(critic)
     run_ranks(check_ranks, 2, ep, fsdp, folder, (metrics, [row["value"] for row in again]))
 
 

@@ -9,6 +9,7 @@ exchange and the signals are real. What this cannot see: a node that loses its p
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -46,32 +47,36 @@ ALGORITHM = {"num_epochs": 2, "correction": {"proximal": "recomputed", "weight":
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, store_folder: Path) -> Job:
+def job(store_folder: Path) -> Job:
     """An update of a policy of bfloat16 weights, of which float32 masters are trained."""
+    return make_job("stop", store_folder, ALGORITHM, minibatches=4)
+
+
+def make_job(name: str, store_folder: Path, algorithm: dict[str, Any], *, minibatches: int) -> Job:
     from tasks.policy.initial import initial_manifest
 
     config = CampaignConfig.model_validate({
-        "name": f"stop-{os.getpid()}", "model": {"random": TINY, "dtype": "bfloat16"},
-        "algorithm": ALGORITHM, "checkpoint": {"store": str(store_folder)},
+        "name": f"{name}-{os.getpid()}", "model": {"random": TINY, "dtype": "bfloat16"},
+        "algorithm": algorithm, "checkpoint": {"store": str(store_folder)},
     })  # fmt: skip
     run = CampaignRun(config=config, lineage=1, code_revision="r" * 40)
     store = run_store(run)
     policy = store.commit(initial_manifest(store, run))
-    return run, train_batch(run, 0, policy.version, minibatches=4), policy
+    return run, train_batch(run, 0, policy.version, minibatches=minibatches), policy
 
 
-def disturbed(place: int, do: Callable[[int, Any], None]) -> None:
-    """Call ``do(rank, stop)`` before the mini-batch at that place of an attempt."""
-    from tasks.policy import epoch
-
-    original, calls = epoch.train_minibatch, iter(range(1000))
+def disturbed(place: int, do: Callable[[int, Any], None], *, of: str = "epoch") -> None:
+    """Call ``do(rank, stop)`` before the mini-batch at that place of an attempt: in the policy's pass, or in
+    the critic's with "critic"."""
+    module: Any = importlib.import_module(f"tasks.policy.{of}")
+    original, calls = module.train_minibatch, iter(range(1000))
 
     def train_minibatch(*args: Any, **kwargs: Any) -> dict[str, float]:
         if next(calls) == place:
             do(int(os.environ["RANK"]), kwargs["stop"])
         return original(*args, **kwargs)
 
-    epoch.train_minibatch = train_minibatch
+    module.train_minibatch = train_minibatch
 
 
 def rank_of(job: Job, rank: int, world_size: int, port: int, log: str, hurt: bytes, answer: str) -> None:
@@ -128,6 +133,7 @@ def content(manifest: Manifest) -> dict[str, Any]:
         "files": {name: file.sha256 for name, file in manifest.files.items()},
         "metrics": {name: v for name, v in manifest.metrics.items() if not name.startswith(TIMED)},
         "samples": manifest.num_samples,
+        "critic": manifest.critic,
     }
 
 
@@ -147,14 +153,16 @@ def undisturbed(job: Job, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return found
 
 
-def told_at(place: int, ranks: Sequence[int] = (1,), times: int = 1) -> Callable[[], None]:
+def told_at(
+    place: int, ranks: Sequence[int] = (1,), times: int = 1, *, of: str = "epoch"
+) -> Callable[[], None]:
     """SIGTERM to some ranks before the mini-batch at that place of the attempt."""
 
     def tell(rank: int, _stop: Any) -> None:
         for _ in range(times if rank in ranks else 0):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    return lambda: disturbed(place, tell)
+    return lambda: disturbed(place, tell, of=of)
 
 
 def test_stopped_twice_in_the_middle_an_update_ends_with_the_same_bits(job, undisturbed, tmp_path):

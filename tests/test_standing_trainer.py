@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_ranks
 from test_update import ROOT, TINY, train_batch
 
 from tasks.artifacts.manifest import Blob, Manifest
@@ -179,6 +180,25 @@ def test_memory_counts_only_as_the_version_that_was_stored_from_it():
     assert not resident.holds(manifest(ours), other)
     resident.let_go()
     assert not resident.holds(manifest({}), config)
+
+
+def check_agreement(rank: int, world_size: int) -> None:
+    from tasks.policy.resident import Resident
+
+    config = CampaignConfig.model_validate({"train": {"topology": "laptop_1x2"}})
+    known = [{"m": Blob(sha256="a" * 64, size=1, key="k", version_id=v)} for v in "vw"]
+    parent = Manifest.model_construct(files=known[0], kind="iteration")
+    for mine, expected in (known[0], True), (known[rank], False), (known[1], False):
+        resident = Resident()
+        resident.make_mesh(config)
+        resident._config = config.digest()
+        resident.keep(Held(), Held(), mine)  # type: ignore[arg-type]
+        assert resident.holds(parent, config) == expected, (rank, mine)
+
+
+def test_all_ranks_load_when_one_does_not_hold_the_version():
+    """The bytes are the same; one rank knows them as another version of the object."""
+    run_ranks(check_agreement, 2)
 
 
 if __name__ == "__main__":

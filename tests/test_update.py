@@ -51,7 +51,7 @@ def train_batch(
         length = 5 + index % 7
         known: dict[str, Any] = {
             "iteration": iteration, "prompt_id": f"p{index}", "sample_index": 0,
-            "policy_version": behavior_version, "prompt_ids": [3, 4, 5], "reward": 0.0,
+            "policy_version": behavior_version, "prompt_ids": [3, 4, 5], "reward": float(index % 2),
             "response_ids": torch.randint(3, 30, (length,), generator=generator).tolist(),
             "behavior_logprob": [-3.5] * length, "loss_mask": [True] * length,
             "advantage": -1.0 + index % 3, "minibatch": index * minibatches // 32,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from families import saved, tiny_policy
 from publishing import failure, respond
 from ranks import run_ranks
@@ -68,7 +69,10 @@ def test_the_sum_of_bits_tells_one_unit_in_the_last_place_and_a_sign_of_zero():
 
 
 def make_trainee(folder: Path):
-    model = load_policy(saved(tiny_policy("qwen3_moe"), folder), dispatcher=LocalDispatcher())
+    if dist.get_rank() == 0:  # transformers writes nothing on the others
+        saved(tiny_policy("qwen3_moe"), folder)
+    dist.barrier()
+    model = load_policy(folder, dispatcher=LocalDispatcher())
     optimizer = optimizer_of(model)
     train(model, optimizer, make_mesh(1, 1), [1, 2])
     return model, optimizer
@@ -141,6 +145,57 @@ def check_failure(model, optimizer, store, upload) -> None:
 
 def test_an_upload_that_fails_behind_the_trainer_fails_the_publication(store_folder, policy_store, tmp_path):
     run_check(store_folder, policy_store, tmp_path, check_failure)
+
+
+def check_one_index(rank: int, world_size: int, folder: Path, address: str, campaign: str) -> None:
+    """The second rank found no index where the first was about to store it, and is slower."""
+    model, optimizer = make_trainee(folder / "policy")
+    store = open_store(address, campaign, cache=folder / f"cache-{rank}")
+    put_file, find, is_stored = store.put_file, store._stored_blob, folder / "stored"
+
+    def put_late(path: Path, **options):
+        if rank == 1 and path.suffix == ".json":
+            while not is_stored.exists():
+                time.sleep(0.01)
+            nothing = iter([None])
+            store._stored_blob = lambda *args: next(nothing, find(*args))
+        return put_file(path, **options)
+
+    store.put_file = put_late
+    with ShardUpload(store, make_mesh(world_size, 1), HostArena(CPU), full_every=4) as upload:
+        upload.start(model, optimizer, {}, dtype=torch.bfloat16)
+        stored = upload.finish()
+    is_stored.touch()
+    seen = [None] * world_size
+    dist.all_gather_object(seen, stored)
+    assert seen[0] == seen[1]
+
+
+def test_ranks_name_the_same_files_to_the_version_of_each_object(store_folder, policy_store, tmp_path):
+    (tmp_path / "policy").mkdir()
+    run_ranks(check_one_index, 2, tmp_path, str(store_folder), policy_store.campaign)
+
+
+def check_index_failure(rank: int, world_size: int, folder: Path, address: str, campaign: str) -> None:
+    model, optimizer = make_trainee(folder / "policy")
+    store = open_store(address, campaign, cache=folder / f"cache-{rank}")
+    put_file = store.put_file
+
+    def put(path: Path, **options):
+        if path.suffix == ".json":
+            raise OSError("no room")
+        return put_file(path, **options)
+
+    store.put_file = put
+    with ShardUpload(store, make_mesh(world_size, 1), HostArena(CPU), full_every=4) as upload:
+        upload.start(model, optimizer, {}, dtype=torch.bfloat16)
+        with pytest.raises(UploadFailed, match=r"got 1 that did not.*\n +rank 0: OSError: no room"):
+            upload.finish()
+
+
+def test_an_index_that_cannot_be_stored_fails_all_ranks(store_folder, policy_store, tmp_path):
+    (tmp_path / "policy").mkdir()
+    run_ranks(check_index_failure, 2, tmp_path, str(store_folder), policy_store.campaign)
 
 
 def check_overwritten(model, optimizer, store, upload) -> None:
@@ -225,7 +280,11 @@ def test_every_place_of_a_configuration_that_states_a_type_is_set():
     assert stating_dtype(b"{}", "float32") == b"{}"
 
 
-def test_the_arena_is_reserved_for_all_that_a_rank_writes(tmp_path):
-    model, optimizer = make_trainee(tmp_path)
+def check_reserve(rank: int, world_size: int, folder: Path) -> None:
+    model, optimizer = make_trainee(folder)
     num_bytes = sum(tensor.nbytes for _, tensor in named_tensors(model, optimizer, torch.bfloat16))
     assert num_bytes <= host_bytes(model, torch.bfloat16)
+
+
+def test_the_arena_is_reserved_for_all_that_a_rank_writes(tmp_path):
+    run_ranks(check_reserve, 1, tmp_path)

@@ -3,15 +3,16 @@
     {campaign}/unfinished/{version}/{digest}.json   written last, when every file it names is stored
 
 No version: nobody samples from it, and it means something only to the update that left it (same policy,
-batch, configuration, code and ranks), which ends with the bits of an undisturbed one. Publishing the version
-removes the record; its files go with the next retention.
+batch, configuration, code and ranks), which ends with the bits of an undisturbed one. There is one record of
+an update: of its critic's pass, then of what came before the policy's, then of that pass, each in the place
+of the one before. Publishing the version removes the record; its files go with the next retention.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
 
 PREFIX = "unfinished/"
+Trained = Literal["critic", "policy"]
+"""Which of an update's two models, in the order of their passes."""
 
 
 class UpdateIdentity(BaseModel):
@@ -61,14 +64,16 @@ class UnfinishedUpdate(BaseModel):
 
     identity: UpdateIdentity
     created: datetime = Field(default_factory=lambda: datetime.now(UTC))
+    model: Trained
+    """Whose pass this is of: the critic's, or the policy's, which then has its critic."""
     files: Mapping[str, StoredFile]
-    """Weights and optimizer state, as a version has them."""
+    """Weights and optimizer state, as a version has them; none before the policy's first mini-batch."""
     tensor_digest: str
     columns: Blob
     """What was computed of the batch's rows before the first step: log-probabilities of other versions,
     values."""
-    done: int = Field(ge=1)
-    """Mini-batches, counted over epochs."""
+    done: int = Field(ge=0)
+    """Mini-batches of that pass, counted over epochs."""
     totals: dict[str, float]
     nonfinite_in_a_row: int
     routing: list[tuple[dict[str, list[int]], dict[str, float], dict[str, float]]]
@@ -76,7 +81,15 @@ class UnfinishedUpdate(BaseModel):
     critic: str
     critic_metrics: dict[str, float]
     metrics: dict[str, float]
-    """Of the whole pass; empty unless it was over."""
+    """Of the policy's whole pass; empty unless it was over."""
+
+    def text(self) -> str:
+        """What the next attempt need not do again."""
+        if self.model == "critic":
+            return f"behind {self.done} mini-batches of the critic that a stopped attempt had done"
+        if not self.files:
+            return "with the critic that an earlier attempt had trained"
+        return f"behind {self.done} mini-batches that a stopped attempt had done"
 
 
 def unfinished_updates(

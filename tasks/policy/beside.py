@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,11 +19,15 @@ from transformers import PreTrainedModel
 from tasks.artifacts.critics import critic_store, find_critic, keep_candidate
 from tasks.artifacts.manifest import Manifest, StoredFile
 from tasks.policy import weights
-from tasks.policy.critic import Critic, train_critic
+from tasks.policy.critic import Critic, read_values, train_critic
+from tasks.policy.epoch import Position
 from tasks.policy.mesh import ParallelMesh
 from tasks.policy.model import Head
+from tasks.policy.progress import Progress
 from tasks.policy.reading import read_rows
-from tasks.policy.trainer import Read, RouterWatch, policy_reader
+from tasks.policy.resume import seed_generators
+from tasks.policy.trainer import Read, RouterWatch, agree_to_stop, policy_reader
+from tasks.policy.unfinished import Attempt, Prepared
 from tasks.records import CampaignRun, TrainBatch
 from tasks.session import OPTIMIZER, open_store
 
@@ -47,6 +52,7 @@ class Bench:
     store: PolicyStore
     batch: TrainBatch
     mesh: ParallelMesh
+    progress: Progress
     load: Load
     optimizer: Callable[[PreTrainedModel, float], AdamW]
     save: Callable[[PolicyStore, PreTrainedModel, AdamW, Files], tuple[dict[str, StoredFile], str]]
@@ -99,33 +105,76 @@ def with_proximal(
     return with_column(rows, "proximal_logprob", bench.read(model, rows, logprob_reader(bench.run), routing))
 
 
+def prepare(
+    bench: Bench, attempt: Attempt, sealed_rows: list[Row], policy: Manifest, folder: Path
+) -> Prepared:
+    """What other models say of the batch, and the critic's update, as far as no earlier attempt did it."""
+    prepared = attempt.prepared(sealed_rows)
+    if prepared is None:
+        rows = with_other_versions(bench, sealed_rows)
+        prepared = Prepared(sealed_rows=sealed_rows, rows=rows, critic="", critic_metrics={})
+    if attempt.left is None or attempt.left.model == "critic":
+        prepared = update_critic(bench, attempt, prepared, policy, folder)
+    return prepared
+
+
 def update_critic(
-    bench: Bench, rows: list[Row], policy: Manifest, folder: Path
-) -> tuple[list[Row], str, dict[str, float]]:
-    """Rows with values, the key of the trained critic's manifest (empty without a critic), and metrics.
+    bench: Bench, attempt: Attempt, prepared: Prepared, policy: Manifest, folder: Path
+) -> Prepared:
+    """Also with values, and with the key of the trained critic's manifest, where there is a critic.
 
     ``folder`` holds ``policy``, which becomes critic version 0 when there is none.
     """
     config = bench.run.config
     if config.algorithm.advantage != "gae" or bench.batch.objective == "supervised":
-        return rows, "", {}
-    found = find_critic(bench.run, bench.store, policy)
-    model = bench.load(found[0] if found else folder, head="value")
+        return prepared
+    found, critics = find_critic(bench.run, bench.store, policy), critic_store(bench.run)
+    start = attempt.folder("critic", found[0] if found else folder)
+    model = bench.load(start, head="value")
     optimizer = bench.optimizer(model, config.algorithm.critic.learning_rate)
-    critics = critic_store(bench.run)
-    if found:
-        weights.load_optimizer(model, optimizer, found[0])
-        parent = found[1]
+    is_begun = attempt.left_of("critic") is not None
+    if found or is_begun:
+        weights.load_optimizer(model, optimizer, start)
+        parent = found[1] if found else critics.manifest(0)  # which is published before its first step
     else:
         parent = _manifest(bench, critics, model, optimizer, policy=policy, parent=None)
         if dist.get_rank() == 0:
             critics.commit(parent)
-    critic = Critic(model, optimizer, bench.mesh)
-    rows, metrics = train_critic(critic, rows, config.algorithm, config.train)
-    manifest = _manifest(bench, critics, model, optimizer, policy=policy, parent=parent)
+    reseed = partial(seed_generators, bench.run, bench.batch.iteration, part="critic")
+    critic = Critic(model, optimizer, bench.mesh, bench.progress, attempt.stop, reseed)
+    if not is_begun:
+        prepared = replace(prepared, rows=read_values(critic, prepared.rows, config.train))
+    prepared = _trained(bench, attempt, critic, critics, prepared, policy, parent)
     del critic, model, optimizer
     release()
-    return rows, keep_candidate(bench.store, manifest, is_writer=dist.get_rank() == 0), metrics
+    return prepared
+
+
+def _trained(
+    bench: Bench,
+    attempt: Attempt,
+    critic: Critic,
+    critics: PolicyStore,
+    prepared: Prepared,
+    policy: Manifest,
+    parent: Manifest,
+) -> Prepared:
+    """With the trained critic's manifest, which is kept whatever becomes of this attempt; told to stop, keeps
+    what it has done and ends."""
+    config, (model, optimizer) = bench.run.config, (critic.model, critic.optimizer)
+    train = partial(train_critic, critic, prepared.rows, config.algorithm, config.train)
+    with attempt.stop.deferred():
+        metrics, position = attempt.go_over("critic", lambda position: train(position=position))
+        if metrics:
+            manifest = _manifest(bench, critics, model, optimizer, policy=policy, parent=parent)
+            key = keep_candidate(bench.store, manifest, is_writer=dist.get_rank() == 0)
+            prepared = replace(prepared, critic=key, critic_metrics=metrics)
+            attempt.keep({}, "", prepared, Position())
+            agree_to_stop(attempt.stop, bench.mesh, model.device)
+        else:
+            files, digest = bench.save(bench.store, model, optimizer, parent.files)
+            attempt.keep(files, digest, prepared, position)
+    return prepared
 
 
 def _manifest(

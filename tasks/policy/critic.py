@@ -1,13 +1,14 @@
 """PPO's critic: a policy-like artefact with versions of its own, trained on the policy's ranks before it.
 
 Advantages and returns are fixed before the first step, so the critic is trained first and let go of before
-the policy is loaded: memory never holds both with their optimizers.
+the policy is loaded: memory never holds both with their optimizers. Told to stop, its pass ends between two
+mini-batches like the policy's, and goes on there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from tasks.algorithm_config import AlgorithmConfig, CorrectionConfig
+from tasks.policy.epoch import Position
 from tasks.policy.logprobs import stage_inputs
 from tasks.policy.mesh import ParallelMesh
+from tasks.policy.progress import Progress
 from tasks.policy.reading import read_rows
+from tasks.policy.stopping import StopRequest
 from tasks.policy.trainer import MicroBatch, Read, train_minibatch
 from tasks.rl.objective import value_objective
 from tasks.rl.packing import micro_batches, num_trained_tokens, rank_share
@@ -33,6 +37,10 @@ class Critic:
     model: PreTrainedModel
     optimizer: AdamW
     mesh: ParallelMesh
+    progress: Progress = field(default_factory=Progress)
+    stop: StopRequest | None = None
+    reseed: Callable[[int], None] = lambda _number: None
+    """As a trainee's."""
 
 
 def value_reader() -> Read:
@@ -49,11 +57,8 @@ def value_reader() -> Read:
     return read
 
 
-def train_critic(
-    critic: Critic, rows: Sequence[Row], algorithm: AlgorithmConfig, settings: TrainConfig
-) -> tuple[list[Row], dict[str, float]]:
-    """Rows with the ``value`` of each token before the first step, the critic trained towards their returns,
-    and metrics under ``critic/``. Collective."""
+def read_values(critic: Critic, rows: Sequence[Row], settings: TrainConfig) -> list[Row]:
+    """Rows with the ``value`` of each token, as the critic says it now. Collective."""
     values = read_rows(
         critic.model,
         rows,
@@ -62,19 +67,35 @@ def train_critic(
         max_tokens=settings.micro_batch_tokens,
         packing=settings.packing,
     )
-    valued = [{**row, "value": value} for row, value in zip(rows, values, strict=True)]
+    return [{**row, "value": value} for row, value in zip(rows, values, strict=True)]
+
+
+def train_critic(
+    critic: Critic,
+    rows: Sequence[Row],
+    algorithm: AlgorithmConfig,
+    settings: TrainConfig,
+    *,
+    position: Position | None = None,
+) -> dict[str, float]:
+    """Train it towards the returns of rows that have their values; metrics under ``critic/``. Goes on behind
+    ``position`` and moves it, as a policy's pass does. Collective."""
+    position = position or Position()
     # returns only: what is corrected or left out is the policy's business
-    with_returns, _ = prepare_rows(valued, algorithm.model_copy(update={"correction": CorrectionConfig()}))
+    with_returns, _ = prepare_rows(rows, algorithm.model_copy(update={"correction": CorrectionConfig()}))
     minibatches: dict[int, list[Row]] = {}
     for row in with_returns:
         minibatches.setdefault(row["minibatch"], []).append(row)
-    totals: dict[str, float] = {"steps": 0.0}
-    for _ in range(algorithm.num_epochs):
-        for _, members in sorted(minibatches.items()):
-            for name, value in _step(critic, members, algorithm, settings).items():
-                totals[name] = totals.get(name, 0.0) + value
-            totals["steps"] += 1
-    return valued, _metrics(totals)
+    order, totals = sorted(minibatches.items()) * algorithm.num_epochs, position.totals
+    for place in range(position.done, len(order)):
+        number, members = order[place]
+        critic.progress.at("critic's mini-batch", number)
+        critic.reseed(place)
+        for name, value in _step(critic, members, algorithm, settings).items():
+            totals[name] = totals.get(name, 0.0) + value
+        totals["steps"] += 1
+        position.done = place + 1
+    return _metrics(totals)
 
 
 def _step(
@@ -92,6 +113,8 @@ def _step(
         num_global_tokens=num_global_tokens,
         max_grad_norm=settings.max_grad_norm,
         read=value_reader(),
+        progress=critic.progress,
+        stop=critic.stop,
     )
 
 

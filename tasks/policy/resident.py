@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from tasks.artifacts.manifest import Manifest, StoredFile
 from tasks.config import CampaignConfig
@@ -16,6 +19,7 @@ from tasks.policy.dispatch import Dispatcher
 from tasks.policy.epoch import Trainee
 from tasks.policy.means import open_dispatcher
 from tasks.policy.mesh import ParallelMesh, make_mesh
+from tasks.policy.progress import BLOCKED
 from tasks.policy.snapshot import HostArena
 from tasks.policy.stopping import StopRequest
 
@@ -48,9 +52,16 @@ class Resident:
         return self._dispatcher, self._means
 
     def holds(self, parent: Manifest, config: CampaignConfig) -> bool:
-        """Whether memory has the version to train. A warm start's successor begins with a new optimizer."""
+        """Whether memory has the version to train, on every rank: one that has not makes all of them load,
+        which is a collective. A warm start's successor begins with a new optimizer."""
         is_ours = self._files == parent.files and self._config == config.digest()
-        return self.trainee is not None and parent.kind == "iteration" and is_ours
+        is_held = self.trainee is not None and parent.kind == "iteration" and is_ours
+        if self.mesh is None or self.mesh.world is None:
+            return is_held
+        held_by: list[Any] = [None] * self.mesh.world_size
+        with BLOCKED:
+            dist.all_gather_object(held_by, is_held, group=self.mesh.world)
+        return all(held_by)
 
     def keep(self, trainee: Trainee, arena: HostArena, files: Mapping[str, StoredFile]) -> None:
         self.trainee, self.arena, self._files = trainee, arena, files

@@ -19,10 +19,10 @@ from tasks.records import CampaignRun, TrainBatch
 from tasks.session import run_environment
 
 
-def seed_generators(run: CampaignRun, iteration: int, place: int = 0) -> None:
+def seed_generators(run: CampaignRun, iteration: int, place: int = 0, *, part: str = "update") -> None:
     """Seed this process for the ``place``-th mini-batch of an update, alike on every rank: a policy with
     dropout repeats its units, also where an update goes on that was stopped before that mini-batch."""
-    seed = seed_of(run.config.seed, iteration, "update", place)
+    seed = seed_of(run.config.seed, iteration, part, place)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**63)

@@ -1,7 +1,8 @@
 """SIGTERM in a training rank: keep what there is if time allows, unwind, exit with 143, which nobody takes
 for success.
 
-Outside ``StopRequest.deferred`` the signal unwinds at once. Inside, it is only noted: ranks agree on it at
+Outside ``StopRequest.deferred`` the signal unwinds at once: nothing is lost there that would be worth the
+wait. Inside, it is only noted: ranks agree on it at
 the next mini-batch (``agree_on_passes`` carries it in the exchange that it makes anyway) and store the
 unfinished update together (``tasks/policy/unfinished.py``). One signalled rank is enough. What does not fit
 into the grace period is given up, with a line that says so.
@@ -21,6 +22,8 @@ from tasks.session import say
 
 EXIT_CODE = 128 + signal.SIGTERM
 """What a shell reports of a process that SIGTERM ended."""
+UNWIND_SECONDS = 5.0
+"""For a rank with nothing to store; one that waits for others in native code does not hear of the signal."""
 
 
 class StopAgreed(Exception):
@@ -32,13 +35,14 @@ class StopRequest:
 
     def __init__(self, arm: Callable[[], object] = lambda: None) -> None:
         self.is_asked = False
-        self._may_wait = False
+        self.may_wait = False
+        """Whether there is something to store first."""
         self._arm = arm
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Inside, the signal is noted and the caller asks for it; whatever then happens, the end is 143."""
-        self._may_wait = True
+        self.may_wait = True
         try:
             yield
         except Exception as error:  # the other ranks may be gone already, and their connections with them
@@ -46,15 +50,15 @@ class StopRequest:
                 raise SystemExit(EXIT_CODE) from error
             raise
         finally:
-            self._may_wait = False
+            self.may_wait = False
         if self.is_asked:
             raise SystemExit(EXIT_CODE)
 
     def ask(self) -> None:
-        """From the signal handler, or on behalf of a rank that got the signal."""
-        if not self._may_wait:
+        """From the signal handler."""
+        self.is_asked = True  # also where Python drops the exception, as it does in a finalizer
+        if not self.may_wait:
             raise SystemExit(EXIT_CODE)
-        self.is_asked = True
 
     def join(self) -> None:
         """Some rank was told to stop; the grace period of a rank without the signal begins now."""
@@ -81,12 +85,14 @@ def exit_on_sigterm(*, grace_seconds: float) -> Iterator[StopRequest]:
 
     def watch() -> None:
         while number := reader.recv(1):
-            if number[0] == signal.SIGTERM and not done.wait(grace_seconds):
-                say(
-                    "sigterm",
-                    f"a rank must end {grace_seconds:g} s after SIGTERM (train.grace_seconds), got no end: "
-                    "what this attempt had trained is given up",
-                )
+            if number[0] != signal.SIGTERM:
+                continue
+            limit, said = min(UNWIND_SECONDS, grace_seconds), "; it had nothing to store"
+            if request.may_wait:
+                limit = grace_seconds
+                said = " (train.grace_seconds), got no end: what this attempt had trained is given up"
+            if not done.wait(limit):
+                say("sigterm", f"a rank must end {limit:g} s after SIGTERM{said}")
                 os._exit(EXIT_CODE)
 
     before = signal.signal(signal.SIGTERM, stop)

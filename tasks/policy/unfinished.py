@@ -9,23 +9,24 @@ seeds its own (``resume.py``).
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from tasks.artifacts.errors import CacheFull, CorruptArtifact, NotFound
-from tasks.artifacts.unfinished import UnfinishedUpdate, UpdateIdentity, unfinished_updates
+from tasks.artifacts.unfinished import Trained, UnfinishedUpdate, UpdateIdentity, unfinished_updates
 from tasks.config import CampaignConfig
 from tasks.policy.epoch import Position, Trainee, train
 from tasks.policy.stopping import EXIT_CODE, StopAgreed, StopRequest
-from tasks.policy.upload import StoredShards
 from tasks.records import CampaignRun, PolicyVersion, TrainBatch
 from tasks.session import say
 
 if TYPE_CHECKING:
+    from tasks.artifacts.manifest import StoredFile
     from tasks.artifacts.store import PolicyStore
 
 Row = dict[str, Any]
@@ -48,17 +49,19 @@ class Attempt:
     def __init__(self, store: PolicyStore, identity: UpdateIdentity, stop: StopRequest) -> None:
         self._store, self._identity, self.stop = store, identity, stop
         self.left = _find(store, identity)
-        self._begin = self.left.done if self.left else 0
-        self._position = Position()
-        if self.left:
-            self._position = Position(done=self._begin, totals=dict(self.left.totals))
 
-    def folder(self, parent: Path) -> Path:
+    def left_of(self, model: Trained) -> UnfinishedUpdate | None:
+        """What is left of a model's pass, if that had begun."""
+        is_of_it = self.left is not None and self.left.model == model and self.left.files
+        return self.left if is_of_it else None
+
+    def folder(self, model: Trained, otherwise: Path) -> Path:
         """Where the weights and the optimizer's state lie to go on from."""
-        return _folder(self._store, self.left) if self.left else parent
+        left = self.left_of(model)
+        return _folder(self._store, left) if left else otherwise
 
     def prepared(self, sealed_rows: Sequence[Row]) -> Prepared | None:
-        """What came before the first step, if it need not be computed again."""
+        """What need not be computed again of what comes before the policy's pass."""
         if self.left is None:
             return None
         import polars as pl
@@ -73,46 +76,71 @@ class Attempt:
             critic_metrics=self.left.critic_metrics,
         )
 
-    def train(
-        self, trainee: Trainee, prepared: Prepared, config: CampaignConfig, *, objective: str
-    ) -> dict[str, float]:
-        """The rest of the pass; its metrics, or nothing if the ranks stopped on the way."""
-        if self.left:
-            trainee.nonfinite.in_a_row = self.left.nonfinite_in_a_row
-            if self.left.metrics:
-                return dict(self.left.metrics)
-            if trainee.routing:
-                trainee.routing.go_on_from(self.left.routing[trainee.mesh.rank], trainee.model.device)
+    def go_over(
+        self, model: Trained, train: Callable[[Position], dict[str, float]]
+    ) -> tuple[dict[str, float], Position]:
+        """The rest of a pass; its metrics, or nothing if the ranks stopped on the way, and where it is."""
+        left = self.left_of(model)
+        begin = left.done if left else 0
+        position = Position(done=begin, totals=dict(left.totals)) if left else Position()
         try:
-            return train(trainee, prepared.rows, config, objective=objective, position=self._position)
+            return train(position), position
         except StopAgreed:
-            if self._position.done == self._begin:
+            if position.done == begin:
                 if dist.get_rank() == 0:
                     say("sigterm", "ends before its first mini-batch: there is nothing to store")
                 raise SystemExit(EXIT_CODE) from None
-            return {}
+            return {}, position
+
+    def train(
+        self, trainee: Trainee, prepared: Prepared, config: CampaignConfig, *, objective: str
+    ) -> tuple[dict[str, float], Position]:
+        """The rest of the policy's pass, as ``go_over`` returns it."""
+        if left := self.left_of("policy"):
+            trainee.nonfinite.in_a_row = left.nonfinite_in_a_row
+            if left.metrics:
+                return dict(left.metrics), Position(done=left.done, totals=dict(left.totals))
+            if trainee.routing:
+                trainee.routing.go_on_from(left.routing[trainee.mesh.rank], trainee.model.device)
+        go = partial(train, trainee, prepared.rows, config, objective=objective)
+        return self.go_over("policy", lambda position: go(position=position))
 
     def keep(
-        self, stored: StoredShards, trainee: Trainee, prepared: Prepared, *, metrics: dict[str, float]
+        self,
+        files: Mapping[str, StoredFile],
+        tensor_digest: str,
+        prepared: Prepared,
+        position: Position,
+        *,
+        trainee: Trainee | None = None,
+        metrics: dict[str, float] | None = None,
     ) -> None:
-        """Write the record of shards that every rank has stored."""
-        routing = trainee.routing.gather_sums(trainee.mesh) if trainee.routing else []
+        """Write the record of shards that every rank has stored: the trainee's, or else the critic's; without
+        shards, of a policy that has its critic and no step yet."""
+        routing = trainee.routing.gather_sums(trainee.mesh) if trainee and trainee.routing else []
         if dist.get_rank() == 0:
+            is_critic = bool(files) and trainee is None
             record = UnfinishedUpdate(
                 identity=self._identity,
-                files=stored.files,
-                tensor_digest=stored.tensor_digest,
+                model="critic" if is_critic else "policy",
+                files=files,
+                tensor_digest=tensor_digest,
                 columns=self._store.put_bytes(_computed_columns(prepared)),
-                done=self._position.done,
-                totals=self._position.totals,
-                nonfinite_in_a_row=trainee.nonfinite.in_a_row,
+                done=position.done,
+                totals=position.totals,
+                nonfinite_in_a_row=trainee.nonfinite.in_a_row if trainee else 0,
                 routing=routing,
                 critic=prepared.critic,
                 critic_metrics=prepared.critic_metrics,
-                metrics=metrics,
+                metrics=metrics or {},
             )
             self._store.replace_object(self._identity.key, record.model_dump_json().encode())
-            say("sigterm", f"stored the update after {record.done} mini-batches; run again, it goes on there")
+            if files:
+                part = "critic" if is_critic else "update"
+                say(
+                    "sigterm",
+                    f"stored the {part} after {record.done} mini-batches; run again, it goes on there",
+                )
         dist.barrier()  # one that ends early would make torchrun end the others
 
 
@@ -138,8 +166,7 @@ def _find(store: PolicyStore, identity: UpdateIdentity) -> UnfinishedUpdate | No
     dist.all_gather_object(faults, _pull(store, record))
     fault = next((text for text in faults if text), "")
     if dist.get_rank() == 0:
-        good = f"goes on behind {record.done} mini-batches that a stopped attempt had done"
-        say("resume", f"an unfinished update is ignored: {fault}" if fault else good)
+        say("resume", f"an unfinished update is ignored: {fault}" if fault else f"goes on {record.text()}")
     return None if fault else record
 
 
@@ -161,7 +188,9 @@ def _chosen(store: PolicyStore, identity: UpdateIdentity) -> str | None:
 
 def _pull(store: PolicyStore, record: UnfinishedUpdate) -> str:
     """Fetch and verify its files; what is wrong with them, if anything is."""
-    store.cache.lease(folder := _folder(store, record))
+    folder = _folder(store, record)
+    if record.files:
+        store.cache.lease(folder)
     try:
         for name, file in record.files.items():
             store.cache.link(name, file, folder)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from tasks.artifacts.manifest import Manifest, StoredFile
 from tasks.config import CampaignConfig
 from tasks.policy import weights
-from tasks.policy.beside import Bench, Row, update_critic, with_other_versions, with_proximal
+from tasks.policy.beside import Bench, prepare, with_proximal
 from tasks.policy.context import split_context
 from tasks.policy.dispatch import Dispatcher
 from tasks.policy.epoch import Trainee
@@ -81,25 +81,25 @@ def update_on_ranks(
         progress.at("load")
         parent = store.manifest(policy)
         attempt = Attempt(store, identity_of(run, batch, policy), stop)
-        is_held = resident.holds(parent, config) and attempt.left is None
+        is_held = resident.holds(parent, config) and attempt.left_of("policy") is None
         if not is_held:
             resident.let_go()
         folder = store.pull(policy, without=WEIGHTS if is_held else "")
         dispatcher, means = resident.open_dispatcher(config, folder)
-        bench = _bench(run, store, batch, mesh, dispatcher)
-        sealed_rows = read_batch(store, batch)
-        prepared = attempt.prepared(sealed_rows) or _prepare(bench, sealed_rows, parent, folder)
+        bench = _bench(run, store, batch, mesh, dispatcher, progress)
+        prepared = prepare(bench, attempt, read_batch(store, batch), parent, folder)
         trainee = _trainee(bench, parent, attempt, dispatcher, progress, folder, resident.trainee)
         arena = resident.arena or reserved_arena(trainee.model, getattr(torch, config.model.dtype))
         clock.lap("load")
-        if attempt.left is None:
-            prepared = _with_proximal(bench, trainee, prepared)
+        prepared = _with_proximal(bench, attempt, trainee, prepared)
         with stop.deferred():
-            metrics = attempt.train(trainee, prepared, config, objective=batch.objective)
+            metrics, position = attempt.train(trainee, prepared, config, objective=batch.objective)
             clock.lap("train")
             stored = _stored(store, trainee, arena, parent, config, clock)
             if agree_to_stop(stop, mesh, trainee.model.device):
-                attempt.keep(stored, trainee, prepared, metrics=metrics)
+                attempt.keep(
+                    stored.files, stored.tensor_digest, prepared, position, trainee=trainee, metrics=metrics
+                )
         resident.keep(trainee, arena, stored.files)
         store.release(folder)
         manifest = Manifest(
@@ -146,14 +146,10 @@ def read_batch(store: "PolicyStore", batch: TrainBatch) -> list[dict[str, Any]]:
     return from_bytes(payload, schema=TrainFrame).rows(named=True)
 
 
-def _prepare(bench: Bench, sealed_rows: list[Row], parent: Manifest, folder: Path) -> Prepared:
-    """What other models say of the batch, and the critic's update."""
-    rows, critic, metrics = update_critic(bench, with_other_versions(bench, sealed_rows), parent, folder)
-    return Prepared(sealed_rows=sealed_rows, rows=rows, critic=critic, critic_metrics=metrics)
-
-
-def _with_proximal(bench: Bench, trainee: Trainee, prepared: Prepared) -> Prepared:
+def _with_proximal(bench: Bench, attempt: Attempt, trainee: Trainee, prepared: Prepared) -> Prepared:
     """What the policy itself says of the batch before its first step."""
+    if attempt.left_of("policy"):
+        return prepared
     return replace(prepared, rows=with_proximal(bench, trainee.model, prepared.rows, trainee.routing))
 
 
@@ -169,6 +165,7 @@ def _trainee(
     """The policy of ``folder`` or as a stopped attempt left it, its optimizer and what watches over both, as
     the configuration asks; ``held`` is what memory has of the first two."""
     config, mesh, batch = bench.run.config, bench.mesh, bench.batch
+    progress.at("load")
     nonfinite = NonFiniteSteps(
         bench.store,
         iteration=batch.iteration + 1,
@@ -183,12 +180,12 @@ def _trainee(
         if config.train.offload_optimizer:
             put_moments_away(held.optimizer)
         return replace(held, progress=progress, nonfinite=nonfinite, stop=attempt.stop, reseed=reseed)
-    folder = attempt.folder(folder)
+    folder = attempt.folder("policy", folder)
     model = _load(folder, dispatcher, config, mesh)
     routing = Routing(model, replay=config.train.replay_routing, cp_group=mesh.cp_group)
     balance = _adjust(model, config, mesh)
     rate = config.train.router_bias_rate
-    resumes = parent.kind == "iteration" or attempt.left is not None
+    resumes = parent.kind == "iteration" or attempt.left_of("policy") is not None
     return Trainee(
         model,
         _optimizer(model, folder, config, batch, resumes=resumes),
@@ -239,7 +236,12 @@ def _load(
 
 
 def _bench(
-    run: CampaignRun, store: "PolicyStore", batch: TrainBatch, mesh: ParallelMesh, dispatcher: Dispatcher
+    run: CampaignRun,
+    store: "PolicyStore",
+    batch: TrainBatch,
+    mesh: ParallelMesh,
+    dispatcher: Dispatcher,
+    progress: Progress,
 ) -> Bench:
     """For the models beside the policy: loaded, optimised and stored as it is."""
     config = run.config
@@ -250,10 +252,18 @@ def _bench(
     def save(
         critics: "PolicyStore", model: PreTrainedModel, optimizer: AdamW, files: Mapping[str, StoredFile]
     ) -> tuple[dict[str, StoredFile], str]:
+        reshard_parameters(model)  # as for the policy
         return store_shards(critics, model, optimizer, mesh, files, dtype=getattr(torch, config.model.dtype))
 
     return Bench(
-        run=run, store=store, batch=batch, mesh=mesh, load=load, optimizer=partial(_adamw, config), save=save
+        run=run,
+        store=store,
+        batch=batch,
+        mesh=mesh,
+        progress=progress,
+        load=load,
+        optimizer=partial(_adamw, config),
+        save=save,
     )
 
 

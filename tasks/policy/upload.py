@@ -115,15 +115,24 @@ class ShardUpload:
                 mine[stem] = pending.result()
             except Exception as caught:
                 error = error or caught
-        said = f"{type(error).__name__}: {error}" if error else ""
         everyone: list[Any] = [None] * self._mesh.world_size
-        dist.all_gather_object(everyone, (mine, said, self._seconds))
-        if failed := {rank: said for rank, (_, said, _) in enumerate(everyone) if said}:
-            listed = "\n".join(f"  rank {rank}: {text}" for rank, text in failed.items())
-            raise UploadFailed(
-                f"every rank must store its shards, got {len(failed)} that did not; nothing is published:\n"
-                f"{listed}\nThe version before is intact: run the campaign again."
-            ) from error
+        dist.all_gather_object(everyone, (mine, _text(error), self._seconds))
+        _require_stored({rank: said for rank, (_, said, _) in enumerate(everyone)}, error)
+        # by one rank for all: the same bytes stored twice are two versions of an object, and ranks that
+        # named different ones would not agree later on whether they hold what a manifest names
+        answer: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                answer = [(self._indexed(everyone), "")]
+            except Exception as caught:
+                error, answer = caught, [(None, _text(caught))]
+        dist.broadcast_object_list(answer, src=0)
+        stored, said = answer[0]
+        _require_stored({0: said}, error)
+        return stored
+
+    def _indexed(self, everyone: list[tuple[dict[str, _Stored], str, float]]) -> StoredShards:
+        """All ranks' shards, and what is of no rank, stored here."""
         everything = [stored for stored, _, _ in everyone]
         files: dict[str, StoredFile] = {
             name: file for name, file in self._parent.items() if not name.startswith(STEMS)
@@ -206,6 +215,20 @@ def named_tensors(
         yield f"model:{name}", tensor
     for name, tensor in weights.optimizer_tensors(model, optimizer, dtype):
         yield f"optimizer:{name}", tensor
+
+
+def _text(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {error}" if error else ""
+
+
+def _require_stored(said: Mapping[int, str], error: Exception | None) -> None:
+    """What each rank says of its files; the same on every rank."""
+    if failed := {rank: text for rank, text in said.items() if text}:
+        listed = "\n".join(f"  rank {rank}: {text}" for rank, text in failed.items())
+        raise UploadFailed(
+            f"every rank must store its shards, got {len(failed)} that did not; nothing is published:\n"
+            f"{listed}\nThe version before is intact: run the campaign again."
+        ) from error
 
 
 def _stem(name: str) -> str:
