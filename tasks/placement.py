@@ -11,6 +11,7 @@ from typing import Any
 
 from flytekit import PodTemplate
 from kubernetes.client import (
+    V1Capabilities,
     V1Container,
     V1EmptyDirVolumeSource,
     V1EnvVar,
@@ -19,13 +20,17 @@ from kubernetes.client import (
     V1PodSpec,
     V1ResourceRequirements,
     V1SecretVolumeSource,
+    V1SecurityContext,
     V1Toleration,
     V1Volume,
     V1VolumeMount,
 )
 
 from tasks.planning.instances import INSTANCES, InstanceType
+from tasks.session import code_name
 
+NAMESPACE = "moe-production"
+"""Of everything that runs a campaign's code: Flyte's project moe, domain production."""
 REGISTRY = "registry.example.com/moe-rl"
 """Where the images of ``images/`` were pushed; change it here, once."""
 SPOT_RETRIES = 5
@@ -36,6 +41,8 @@ TRAINER_RETRIES = 3
 and spends these."""
 SPOT_GRACE_SECONDS = 75
 """EC2 gives two minutes' notice; draining the node takes its share of them."""
+TRAINER_GRACE_SECONDS = 120
+"""Above the longest ``train.grace_seconds``, by the time that torchrun takes to end its ranks."""
 SPOT_DRAIN_SECONDS = 120
 """``terminationGracePeriod`` of the Spot node pools: a longer grace of a pod would be cut."""
 POOL_LABEL = "moe-rl/pool"
@@ -50,6 +57,8 @@ RENDEZVOUS = {"timeout": 1800, "join_timeout": 1800, "read_timeout": 900}
 Without it ``read_timeout`` is 60 and the first node to arrive gives up."""
 PYTHON_PATH = "/root:/root/kernels"
 """Flyte unpacks the project to ``/root``; without the second entry pods do not find ``moe_kernels``."""
+REVISION = code_name() or "unnamed"
+"""Of the code that is registered; a pod that unrolls a graph hands on what it was given."""
 CACHE = "/root/.cache"
 """Policy versions and compiled kernels; on GPU nodes a folder of the node's NVMe that outlives the pod."""
 NODE_CACHE = "/mnt/k8s-disks/0/moe-rl"
@@ -111,13 +120,18 @@ class Pool:
         return self.gpus > 0 and self.gpus == self.instance.gpus
 
     @property
+    def efa(self) -> int:
+        """EFA devices of a pod: who has all GPUs has all of them, and a single GPU exchanges with nobody."""
+        return self.instance.efa if self.is_whole_node and self.gpus > 1 else 0
+
+    @property
     def devices(self) -> dict[str, str]:
-        """GPUs, EFA devices, hugepages: equal requests and limits. Who has all GPUs has all EFA devices."""
+        """GPUs, EFA devices, hugepages: equal requests and limits."""
         found = {}
         if self.gpus:
             found["nvidia.com/gpu"] = str(self.gpus)
-        if self.is_whole_node:
-            found["vpc.amazonaws.com/efa"] = str(self.instance.efa)
+        if self.efa:
+            found["vpc.amazonaws.com/efa"] = str(self.efa)
         if self.hugepages:
             found["hugepages-2Mi"] = self.hugepages
         return found
@@ -128,8 +142,8 @@ class Pool:
 
     @property
     def variables(self) -> dict[str, str]:
-        found = {"PYTHONPATH": PYTHON_PATH}
-        if self.is_whole_node:
+        found = {"PYTHONPATH": PYTHON_PATH, "MOE_RL_REVISION": REVISION}
+        if self.efa:
             found |= EFA_ENVIRONMENT | ({} if self.hugepages else {"FI_EFA_USE_HUGE_PAGE": "0"})
         return found | (CACHE_ENVIRONMENT if self.gpus else {}) | self.environment
 
@@ -157,6 +171,9 @@ class Pool:
             image=f"{REGISTRY}/{self.image}",
             resources=V1ResourceRequirements(requests=self.resources, limits=self.resources),
             env=[V1EnvVar(name=name, value=value) for name, value in self.variables.items()],
+            security_context=V1SecurityContext(
+                allow_privilege_escalation=False, capabilities=V1Capabilities(drop=["ALL"])
+            ),
             volume_mounts=[
                 V1VolumeMount(name=volume.name, mount_path=path, read_only=path in (MODELS, VALKEY))
                 for path, volume in volumes.items()
@@ -210,7 +227,14 @@ ROLLOUT = Pool(
 )  # fmt: skip
 TRAINER = Pool(
     name="trainer", image="trainer:0.1.0", instance=INSTANCES["p5en.48xlarge"], cpu="180", memory="1800Gi",
-    gpus=8, hugepages="5120Mi", scratch="200Gi", grace_seconds=120, shared_memory="512Gi", queue="trainer",
+    gpus=8, hugepages="5120Mi", scratch="200Gi", grace_seconds=TRAINER_GRACE_SECONDS, shared_memory="512Gi",
+    queue="trainer", service_account="moe-rl-trainer", retries=TRAINER_RETRIES,
+)  # fmt: skip
+SINGLE = Pool(
+    name="trainer-single", image="trainer:0.1.0", instance=INSTANCES["p5.4xlarge"], cpu="14", memory="200Gi",
+    gpus=1, scratch="200Gi", grace_seconds=TRAINER_GRACE_SECONDS, shared_memory="64Gi",
     service_account="moe-rl-trainer", retries=TRAINER_RETRIES,
 )  # fmt: skip
-POOLS = (CPU, MEMORY, REWARD, ROLLOUT, TRAINER)
+POOLS = (CPU, MEMORY, REWARD, ROLLOUT, TRAINER, SINGLE)
+TRAINER_OF = {"single_1x1": SINGLE, "laptop_1x2": CPU, "node_1x8": TRAINER, "cluster_16x8": TRAINER}
+"""Where a topology of ``tasks/train_config.py`` trains: a GPU for each rank, or none on the laptop."""

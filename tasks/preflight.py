@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from flytekit import task
 
@@ -26,8 +27,14 @@ from tasks.records import CampaignRun
 from tasks.session import ROOT, is_local_store, say, store_folder
 
 ROLES = ("laptop", "cpu", "rollout", "trainer", "cluster")
-POOL = {"cpu": placement.CPU, "rollout": placement.ROLLOUT, "trainer": placement.TRAINER}
+POOL_ROLES = ("cpu", "rollout", "trainer")
 CHECKED_VERSIONS = ("torch", "nccl", "sglang", "deep_ep")
+
+
+def pool_of(config: CampaignConfig, role: str) -> placement.Pool:
+    """Where a node of the role stands."""
+    trainer = placement.TRAINER_OF[config.train.topology]
+    return {"cpu": placement.CPU, "rollout": placement.ROLLOUT, "trainer": trainer}[role]
 
 
 def wanted(config: CampaignConfig, role: str) -> Wanted:
@@ -44,9 +51,9 @@ def wanted(config: CampaignConfig, role: str) -> Wanted:
         "queue": placement.TRAINER.queue,
         "asks_metadata": bool(config.rollout.metadata_url),
     }
-    if role not in POOL:
+    if role not in POOL_ROLES:
         return Wanted(**shared, scratch_gib=config.checkpoint.min_free_gb)
-    pool = POOL[role]
+    pool = pool_of(config, role)
     image = pool.image.partition(":")[0]
     versions = yaml.safe_load((ROOT / "images/versions.yaml").read_text())["target"][image]
     return Wanted(
@@ -54,7 +61,7 @@ def wanted(config: CampaignConfig, role: str) -> Wanted:
         gpus=pool.gpus,
         gpu_name=pool.instance.gpu_name,
         gpu_mib=pool.instance.gpu_mib,
-        efa=pool.instance.efa if pool.is_whole_node else 0,
+        efa=pool.efa,
         hugepages=int(gib(pool.hugepages) * 512) if pool.hugepages else 0,
         shared_memory_gib=gib(pool.shared_memory) if pool.shared_memory else 0.0,
         memory_gib=gib(pool.memory),
@@ -108,12 +115,24 @@ def preflight_trainer(run: CampaignRun) -> CampaignRun:
     return examine(run, "trainer")
 
 
+@task(**placement.SINGLE.task_arguments())
+def preflight_single(run: CampaignRun) -> CampaignRun:
+    """One training node of one GPU."""
+    return examine(run, "trainer")
+
+
 PREFLIGHT = {
-    "laptop": preflight_laptop,
     "cpu": preflight_cpu,
-    "rollout": preflight_rollout,
+    "rollout-spot": preflight_rollout,
     "trainer": preflight_trainer,
+    "trainer-single": preflight_single,
 }
+"""By pool."""
+
+
+def preflight_task(config: CampaignConfig, role: str) -> Any:
+    """The task that examines a node of the role."""
+    return preflight_laptop if role == "laptop" else PREFLIGHT[pool_of(config, role).name]
 
 
 def main(arguments: Sequence[str]) -> int:

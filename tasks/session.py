@@ -4,8 +4,11 @@ With a folder as store, the embedded servers keep their data there and are start
 asks.
 """
 
+import hashlib
+import importlib.util
 import os
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -72,24 +75,29 @@ def run_buffer(run: CampaignRun, *, digest: str = "") -> "ExperienceBuffer":
 
     config = run.config.buffer
     return ExperienceBuffer(
-        buffer_urls(run.config),
+        _addresses(run.config),
         f"{run.campaign}@{digest or run.config.digest()}",  # samples made under other rules are other samples
         lease_seconds=run.config.rollout.lease_seconds,
         max_attempts=config.max_attempts,
         capacity_bytes=config.capacity_mb * 2**20,
-        revive=lambda: buffer_urls(run.config),
+        revive=lambda: _addresses(run.config),
+        password_file=config.password_file,
     )
 
 
 def buffer_urls(config: CampaignConfig) -> list[str]:
     """The buffer's servers with their passwords; embedded ones are started."""
+    return [_with_password(url, config.buffer.password_file) for url in _addresses(config)]
+
+
+def _addresses(config: CampaignConfig) -> list[str]:
     named = [config.buffer.url] if isinstance(config.buffer.url, str) else config.buffer.url
     return [_server(config, shard, url) for shard, url in enumerate(named)]
 
 
 def _server(config: CampaignConfig, shard: int, url: str) -> str:
     if url != "embedded":
-        return _with_password(url, config.buffer.password_file)
+        return url
     from tasks.embedded.valkey import ensure_valkey
 
     folder = store_folder(config) / f"shard-{shard}" if shard else store_folder(config)
@@ -125,16 +133,46 @@ def is_evaluated(config: CampaignConfig, iterations: int) -> bool:
     return iterations % config.schedule.evaluate_every == 0 or iterations == config.schedule.iterations
 
 
-def code_revision() -> str:
-    """The revision a run executes: ``MOE_RL_REVISION`` where an image was built from one, else git's, else
-    unknown."""
-    if revision := os.environ.get("MOE_RL_REVISION"):
-        return revision
+def code_name() -> str:
+    """What people call this code: ``MOE_RL_REVISION``, which a pod got from who registered it, else git's
+    description, else nothing."""
+    if name := os.environ.get("MOE_RL_REVISION"):
+        return name
     try:
         describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
         return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return ""
+
+
+@cache
+def code_digest() -> str:
+    """Of the code that makes samples and versions: the same wherever the same files were unpacked."""
+    found = hashlib.sha256()
+    for package in ("tasks", "moe_kernels"):
+        spec = importlib.util.find_spec(package)
+        for folder in sorted(spec.submodule_search_locations or ()) if spec else ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                text = path.read_bytes()
+                found.update(f"{package}/{path.relative_to(folder)} {len(text)}\n".encode() + text)
+    return found.hexdigest()[:12]
+
+
+def code_revision() -> str:
+    """The revision a run executes, ``name+digest``. A pod has no git, and a name says nothing of changes that
+    were not committed; the digest says whether two processes run the same code."""
+    return f"{code_name() or 'unnamed'}+{code_digest()}"
+
+
+def other_code(revision: str) -> str:
+    """Why this process may not stand beside a campaign of ``revision``, if it may not: versions would name
+    code that did not make them."""
+    if revision.rpartition("+")[2] == code_digest():
+        return ""
+    return (
+        f"what stands beside a campaign must run its code, {revision}, got {code_revision()}. Start it from "
+        "the campaign's code, or the campaign from this."
+    )
 
 
 def say(stage: str, text: str, *, iteration: int | None = None) -> None:

@@ -27,7 +27,11 @@ def _elastic(topology: str) -> TorchElastic:
     )
 
 
-@task(task_config=_elastic("single_1x1"), **placement.TRAINER.task_arguments())
+def _placed(topology: str) -> dict[str, Any]:
+    return placement.TRAINER_OF[topology].task_arguments(retries=placement.TRAINER_RETRIES)
+
+
+@task(task_config=_elastic("single_1x1"), **_placed("single_1x1"))
 def update_policy_single_1x1(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
     """Train ``policy`` on ``batch``; 1 rank."""
     from tasks.policy.update import update
@@ -35,7 +39,7 @@ def update_policy_single_1x1(run: CampaignRun, batch: TrainBatch, policy: Policy
     return update(run, batch, policy)
 
 
-@task(task_config=_elastic("laptop_1x2"), **placement.TRAINER.task_arguments())
+@task(task_config=_elastic("laptop_1x2"), **_placed("laptop_1x2"))
 def update_policy_laptop_1x2(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
     """Train ``policy`` on ``batch``; 1 node of 2 ranks."""
     from tasks.policy.update import update
@@ -43,7 +47,7 @@ def update_policy_laptop_1x2(run: CampaignRun, batch: TrainBatch, policy: Policy
     return update(run, batch, policy)
 
 
-@task(task_config=_elastic("node_1x8"), **placement.TRAINER.task_arguments())
+@task(task_config=_elastic("node_1x8"), **_placed("node_1x8"))
 def update_policy_node_1x8(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
     """Train ``policy`` on ``batch``; 1 node of 8 ranks."""
     from tasks.policy.update import update
@@ -51,7 +55,7 @@ def update_policy_node_1x8(run: CampaignRun, batch: TrainBatch, policy: PolicyVe
     return update(run, batch, policy)
 
 
-@task(task_config=_elastic("cluster_16x8"), **placement.TRAINER.task_arguments())
+@task(task_config=_elastic("cluster_16x8"), **_placed("cluster_16x8"))
 def update_policy_cluster_16x8(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
     """Train ``policy`` on ``batch``; 16 nodes of 8 ranks."""
     from tasks.policy.update import update

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from cluster_checks import CLUSTER, ROOT, Files, campaigns, documents, named
+from cluster_checks import CLUSTER, ROOT, Files, campaigns, documents, makers, named, pod_of
 
 from tasks import placement
 
@@ -13,6 +13,7 @@ COMPONENTS = (
     "device plugin", "one AZ", "SGLang container", "Spot", "S3", "buffer", "cache", "TorchX",
 )  # fmt: skip
 """Of the published architecture; each has a row in the index of ``configs/cluster/README.md``."""
+REASONS = [ROOT / "tasks/rl/assembly.py", ROOT / "tasks/experience/watch.py"]
 FORBIDDEN = {"s3:*", "*", "s3:DeleteObjectVersion", "s3:PutBucketPolicy", "s3:PutLifecycleConfiguration"}
 
 
@@ -76,6 +77,11 @@ def check_device_plugins(files: Files) -> Iterator[str]:
 
 def check_versions(files: Files) -> Iterator[str]:
     cluster = files["cluster/eksctl.yaml"][0]
+    for kind in ("gpu", "cpu"):
+        spec = named(files, "EC2NodeClass", kind)["spec"]
+        for term in spec["subnetSelectorTerms"] + spec["securityGroupSelectorTerms"]:
+            if not term["tags"].items() <= cluster["metadata"].get("tags", {}).items():
+                yield f"eksctl tags nothing with {term['tags']}: Karpenter finds no subnet for {kind} nodes"
     if tuple(int(n) for n in cluster["metadata"]["version"].split(".")) < (1, 31):
         yield f"EKS must be 1.31 or newer, got {cluster['metadata']['version']}"
     (operator,) = files["cluster/training-operator/kustomization.yaml"][0]["resources"]
@@ -107,7 +113,7 @@ def metric_names() -> set[str]:
     """Those that the project's exporter writes, from an exporter's own output."""
     from tasks.experience.watch import View, view_metrics
 
-    empty = {"Mapping": {}, "str": "c"}
+    empty = {"Mapping": {}, "str": "c", "Sequence": [(1, 2)]}
     view = {
         name: next((value for kind, value in empty.items() if kind in str(field.type)), 0)
         for name, field in View.__dataclass_fields__.items()
@@ -132,13 +138,47 @@ def check_metrics(files: Files) -> Iterator[str]:
     for rule in alerts:
         if not {"summary", "action"} <= rule["annotations"].keys() or "severity" not in rule["labels"]:
             yield f"{rule['alert']} must say how bad it is, what is and what to do"
-    watch = named(files, "Deployment", "campaign-watch")["spec"]["template"]
-    monitor = documents(files, "PodMonitor")[0]["spec"]
-    if monitor["selector"]["matchLabels"].items() > watch["metadata"]["labels"].items():
-        yield "the PodMonitor selects no pod"
-    ports = {p["name"] for p in watch["spec"]["containers"][0]["ports"]}
-    if {e["port"] for e in monitor["podMetricsEndpoints"]} - ports:
-        yield "the PodMonitor scrapes a port that the pod does not have"
+    monitor = documents(files, "PodMonitor")[0]
+    job = f"{monitor['metadata']['namespace']}/{monitor['metadata']['name']}"
+    if set(re.findall(r'\bjob="([^"]+)"', str(expressions))) != {job}:
+        yield "an alert asks for a job that no PodMonitor makes"
+    watches = [d for name, d in makers(files) if name.endswith("-watch")]
+    for watch in watches:
+        pod, spec = pod_of(watch), monitor["spec"]
+        if not spec["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items():
+            yield "the PodMonitor selects no pod"
+        if spec.get("namespaceSelector", {}).get("matchNames") != [watch["metadata"]["namespace"]]:
+            yield "the PodMonitor looks in another namespace"
+        ports = {p["name"] for p in pod["spec"]["containers"][0]["ports"]}
+        if {e["port"] for e in spec["podMetricsEndpoints"]} - ports:
+            yield "the PodMonitor scrapes a port that the pod does not have"
+
+
+ALERTS = {
+    "GenerationStands", "LeaseTooOld", "BufferFills", "WritersWait", "SamplesFail", "TrainerStuck",
+    "MetricsMissing", "PodsCrash", "ValkeyDown", "GpuNodeWithoutEfa", "PortionsPoisoned", "WorkersBarred",
+    "FewSamplesTeach",
+}  # fmt: skip
+
+
+def check_alerts(files: Files) -> Iterator[str]:
+    """What an operator expects to be told of, and that every metric of the exporter is looked at."""
+    groups = documents(files, "PrometheusRule")[0]["spec"]["groups"]
+    rules = {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+    if rules.keys() != ALERTS:
+        yield f"alerts must be {sorted(ALERTS)}, got {sorted(rules)}"
+    shown = str(rules) + (CLUSTER / "dashboard.json").read_text()
+    unseen = {name for name in metric_names() if not re.search(rf"\b{name}\b", shown)}
+    if unseen - {
+        "moe_rl_worker_tokens_total",
+        "moe_rl_worker_seconds_total",
+    }:  # for questions, not for watching
+        yield f"nobody looks at {sorted(unseen)}"
+    code = "".join(path.read_text() for path in REASONS)
+    named_reasons = "|".join(re.findall(r'reason[!=]~"([^"]+)"', str(rules))).split("|")
+    yield from (
+        f"an alert knows the reason {n}, which nothing gives" for n in named_reasons if f'"{n}"' not in code
+    )
 
 
 def index_problems(readme: str) -> Iterator[str]:

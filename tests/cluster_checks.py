@@ -10,28 +10,54 @@ from typing import Any
 
 import yaml
 
-from tasks import placement
-from tasks.config import CampaignConfig
+from tasks import placement, standing
+from tasks.config import CampaignConfig, with_overrides
 from tasks.planning.instances import INSTANCES, gib
 from tasks.train_config import TOPOLOGIES
 
 ROOT = Path(__file__).resolve().parent.parent
 CLUSTER = ROOT / "configs/cluster"
 Files = dict[str, list[dict[str, Any]]]
-NAMESPACE = "moe-production"
+NAMESPACE = placement.NAMESPACE
+CODE = "s3://moe-rl-flyte/code/9d8ca4c.tar.gz"
+STANDING = ("one_node", "qwen3_30b_a3b")
+"""Campaigns whose pods beside them are checked like the files: one training node and several."""
 
 
 def load() -> Files:
-    """File name -> its documents; campaigns beside the cluster's own."""
+    """File name -> its documents; campaigns, and what stands beside two of them, with the cluster's own."""
     paths = [*CLUSTER.glob("*.yaml"), *CLUSTER.glob("*/*.yaml"), *(ROOT / "configs/campaigns").glob("*.yaml")]
-    return {
+    files = {
         str(path.relative_to(ROOT / "configs")): [d for d in yaml.safe_load_all(path.read_text()) if d]
         for path in sorted(paths)
     }
+    return files | {f"standing/{name}": beside(name) for name in STANDING}
+
+
+def beside(name: str) -> list[dict[str, Any]]:
+    """What stands beside a shipped campaign with both pools standing, as its YAML says it."""
+    text = (ROOT / f"configs/campaigns/{name}.yaml").read_text()
+    config = with_overrides(
+        CampaignConfig.model_validate(yaml.safe_load(text)), train__pool="standing", rollout__pool="standing"
+    )
+    return list(yaml.safe_load_all(standing.dumped(standing.manifests(config, text=text, code=CODE))))
 
 
 def documents(files: Files, kind: str) -> list[dict[str, Any]]:
     return [d for documents in files.values() for d in documents if d.get("kind") == kind]
+
+
+def pod_of(document: dict[str, Any]) -> dict[str, Any]:
+    """The pod template of whatever makes pods."""
+    spec = document["spec"]
+    return spec["template"] if "template" in spec else spec["pytorchReplicaSpecs"]["Worker"]["template"]
+
+
+def makers(files: Files) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Everything that makes pods on a pool: its name and itself."""
+    for kind in ("Deployment", "StatefulSet", "PyTorchJob"):
+        for document in documents(files, kind):
+            yield f"{kind} {document['metadata']['name']}", document
 
 
 def named(files: Files, kind: str, name: str) -> dict[str, Any]:
@@ -79,10 +105,9 @@ def nodes(files: Files) -> list[Nodes]:
 
 def workloads(files: Files) -> Iterator[tuple[str, dict[str, Any], set]]:
     """Name, pod spec and tolerations of everything that runs on a pool: manifests and Flyte's tasks."""
-    for kind in ("Deployment", "StatefulSet"):
-        for document in documents(files, kind):
-            spec = document["spec"]["template"]["spec"]
-            yield f"{kind} {document['metadata']['name']}", spec, _tolerated(spec.get("tolerations", []))
+    for name, document in makers(files):
+        spec = pod_of(document)["spec"]
+        yield name, spec, _tolerated(spec.get("tolerations", []))
     flyte = files["cluster/flyte.yaml"][0]["configmap"]["k8s"]["plugins"]["k8s"]
     for pool in placement.POOLS:
         template = pool.pod_template().pod_spec
@@ -141,24 +166,22 @@ def check_nodes_hold_their_pods(files: Files) -> Iterator[str]:
                 if node is None:
                     yield f"{group.name} starts {name}, which tasks/planning/instances.py does not know"
                     continue
-                need_efa = int(pool.devices.get("vpc.amazonaws.com/efa", "0"))
                 fits = (
                     int(pool.cpu) * 1000 <= node.allocatable_cpu
                     and gib(pool.memory) <= node.allocatable_mib / 1024
                     and pool.gpus <= node.gpus
-                    and need_efa <= node.efa
+                    and pool.efa <= node.efa
                     and (not pool.gpus or node.gpu_name == pool.instance.gpu_name)
                 )
                 if not fits:
                     yield f"a pod of {pool.name} does not fit {name} of {group.name}"
-    for kind in ("Deployment", "StatefulSet"):
-        for document in documents(files, kind):
-            spec = document["spec"]["template"]["spec"]
-            need = spec["containers"][0]["resources"]["requests"]
-            for group in (g for g in nodes(files) if g.pool == spec["nodeSelector"][placement.POOL_LABEL]):
-                for node in (INSTANCES[name] for name in group.types if name in INSTANCES):
-                    if gib(need["memory"]) > node.allocatable_mib / 1024:
-                        yield f"{kind} {document['metadata']['name']} does not fit {node.name}"
+    for what, document in makers(files):
+        spec = pod_of(document)["spec"]
+        need = spec["containers"][0]["resources"]["requests"]
+        for group in (g for g in nodes(files) if g.pool == spec["nodeSelector"][placement.POOL_LABEL]):
+            for node in (INSTANCES[name] for name in group.types if name in INSTANCES):
+                if gib(need["memory"]) > node.allocatable_mib / 1024:
+                    yield f"{what} does not fit {node.name}"
     for pool in placement.POOLS:
         if pool.hugepages and any(g.maker == "karpenter" for g in nodes(files) if g.pool == pool.name):
             yield f"{pool.name} asks for hugepages, which Karpenter does not know: its pods would wait"
@@ -167,6 +190,9 @@ def check_nodes_hold_their_pods(files: Files) -> Iterator[str]:
 def check_quotas(files: Files) -> Iterator[str]:
     runs = campaigns(files).values()
     most = max(TOPOLOGIES[config.train.topology][0] for config in runs)
+    for config in runs:
+        if config.train.backend == "nccl" and not placement.TRAINER_OF[config.train.topology].gpus:
+            yield f"{config.name}: {config.train.topology} has no GPUs on a cluster"
     workers = max(config.rollout.workers for config in runs)
     queue = documents(files, "ClusterQueue")[0]["spec"]["resourceGroups"][0]
     quota = {r["name"]: r["nominalQuota"] for f in queue["flavors"] for r in f["resources"]}
@@ -183,9 +209,10 @@ def check_quotas(files: Files) -> Iterator[str]:
     gpus = _number(str(named(files, "NodePool", "rollout-spot")["spec"]["limits"]["nvidia.com/gpu"]))
     if gpus < 8 * workers:
         yield f"rollout-spot is limited to {gpus:.0f} GPUs, a campaign needs {8 * workers}"
-    standing = named(files, "Deployment", "rollout-standing")["spec"]["replicas"]
-    if gpus < 8 * standing:
-        yield f"rollout-spot is limited to {gpus:.0f} GPUs, the standing workers need {8 * standing}"
+    for what, document in makers(files):
+        replicas = document["spec"].get("replicas", 1)
+        if what.endswith("-rollout") and gpus < 8 * replicas:
+            yield f"rollout-spot is limited to {gpus:.0f} GPUs, the standing workers need {8 * replicas}"
     yield from _flyte_limits(files, most=most, workers=workers)
 
 
@@ -238,6 +265,11 @@ def check_spot(files: Files) -> Iterator[str]:
     for config in campaigns(files).values():
         if config.rollout.grace_seconds >= placement.SPOT_GRACE_SECONDS:
             yield f"{config.name}: grace_seconds must be below the pod's {placement.SPOT_GRACE_SECONDS}"
+    budgets = [d["spec"]["selector"]["matchLabels"] for d in documents(files, "PodDisruptionBudget")]
+    for what, document in makers(files):
+        labels = pod_of(document)["metadata"]["labels"]
+        if "StatefulSet" not in what and any(b.items() <= labels.items() for b in budgets):
+            yield f"{what} has a disruption budget, which holds a drain up until nobody is told"
 
 
 def check_names(files: Files) -> Iterator[str]:
@@ -250,10 +282,9 @@ def check_names(files: Files) -> Iterator[str]:
         for a in files["cluster/eksctl.yaml"][0]["iam"]["podIdentityAssociations"]
     }
     wanted = {(NAMESPACE, pool.service_account) for pool in placement.POOLS}
-    for kind in ("Deployment", "StatefulSet"):
-        for d in documents(files, kind):
-            if account := d["spec"]["template"]["spec"].get("serviceAccountName"):
-                wanted.add((d["metadata"]["namespace"], account))
+    for _, d in makers(files):
+        if account := pod_of(d)["spec"].get("serviceAccountName"):
+            wanted.add((d["metadata"]["namespace"], account))
     yield from (f"service account {a} is used and does not exist" for a in sorted(wanted - accounts))
     yield from (f"service account {a} has no permissions" for a in sorted(wanted - identities))
     (queue,) = documents(files, "LocalQueue")
@@ -303,6 +334,8 @@ def check_buffer(files: Files) -> Iterator[str]:
         if config.buffer.password_file != f"{placement.VALKEY}/password":
             yield f"{name} must read the password from the mounted secret"
     policy = named(files, "ConfigMap", "valkey")["data"]["valkey.conf"]
+    if not re.search(r"^tls-auto-reload-interval [1-9]", policy, re.M):
+        yield "Valkey must read renewed certificates"
     if "maxmemory-policy noeviction" not in policy:
         yield "Valkey would evict samples"
     valkey = named(files, "StatefulSet", "valkey")["spec"]["template"]["spec"]["containers"][0]

@@ -56,7 +56,13 @@ def schema_problems(document: dict[str, Any], *, versions: tuple[str, ...] = KUB
         return []
     if kind in custom_kinds():
         errors = custom_kinds()[kind].iter_errors(document)
-        return [f"{kind} {'.'.join(map(str, e.absolute_path))}: {e.message[:200]}" for e in errors]
+        found = [f"{kind} {'.'.join(map(str, e.absolute_path))}: {e.message[:200]}" for e in errors]
+        for job in (
+            document.get("spec", {}).get("pytorchReplicaSpecs", {}).values()
+        ):  # its schema is open there
+            pod = {"apiVersion": "v1", "kind": "Pod", **job["template"]}
+            found += schema_problems(pod, versions=versions)
+        return found
     found = []
     for version in versions:
         try:

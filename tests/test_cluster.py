@@ -11,6 +11,7 @@ from typing import Any
 
 import cluster_access as access
 import cluster_checks as checks
+import cluster_pods as pods
 import pytest
 import yaml
 from cluster_schemas import KUBERNETES, schema_problems
@@ -23,7 +24,7 @@ FILES = checks.load()
 DOCUMENTS = [(name, d) for name, documents in FILES.items() for d in documents if "apiVersion" in d]
 CHECKS = [
     check
-    for module in (checks, access)
+    for module in (checks, access, pods)
     for name, check in vars(module).items()
     if name.startswith("check_") and getattr(check, "__module__", "") == module.__name__
 ]
@@ -81,6 +82,8 @@ V, W, D, M = (
     "cluster/device-plugins.yaml",
     "cluster/monitoring.yaml",
 )
+B, WATCH, TRAINER, ROLLOUT = "standing/qwen3_30b_a3b", 1, 2, 3  # the campaign itself is 0
+JOB = f"{TRAINER}.spec.pytorchReplicaSpecs.Worker"
 SPOT, FALLBACK = "2.spec.template.spec", "3.spec.template.spec"
 QUOTAS = "2.spec.resourceGroups.0.flavors.0.resources"
 TASKS = "0.configmap.task_resource_defaults.task_resources.limits"
@@ -103,10 +106,12 @@ SCHEMA_MUTATIONS = [
     (Q, "0.spec.levels.0.label", "x"),
     (D, "0.spec.template.spec.containers.0.imagePullPolice", "Always"),
     (V, "4.spec.template.spec.terminationGracePeriodSecond", 5),
-    (V, "5.spec.replicas", "many"),
-    (W, "6.template.spec.restartPolicys", "Never"),
-    (W, "8.spec.accessModes", "ReadOnlyMany"),
-    (M, "0.spec.template.spec.containers.0.ports.0.containerPorts", 1),
+    (B, f"{ROLLOUT}.spec.replicas", "many"),
+    (B, f"{JOB}.template.spec.containers.0.livenessProbe.periodSecond", 5),
+    (B, f"{TRAINER}.spec.elasticPolicy.maxRestart", 3),
+    (W, "5.template.spec.restartPolicys", "Never"),
+    (W, "7.spec.accessModes", "ReadOnlyMany"),
+    (B, f"{WATCH}.spec.template.spec.containers.0.ports.0.containerPorts", 1),
 ]
 MUTATIONS = [
     (E, "0.metadata.version", "1.30", "must be 1.31"),
@@ -121,6 +126,7 @@ MUTATIONS = [
     (E, "0.managedNodeGroups.1.overrideBootstrapCommand", "", "NVMe is not mounted"),
     (E, "0.managedNodeGroups.1.placement", "-", "placement group"),
     (E, "0.managedNodeGroups.1.capacityReservation", "-", "reservation"),
+    (E, "0.metadata.tags", "-", "finds no subnet"),
     (E, "0.karpenter.withSpotInterruptionQueue", False, "hears of no interruption"),
     (E, f"{IDENTITY}.4.serviceAccountName", "moe-rl-cp", "has no permissions"),
     (E, f"{IDENTITY}.3.permissionPolicy.Statement.3.Action", ["s3:*"], "may s3:*"),
@@ -147,9 +153,11 @@ MUTATIONS = [
     (K, f"{FALLBACK}.taints.0.value", "spot", "tolerates no whole set"),
     (K, "0.spec.metadataOptions.httpPutResponseHopLimit", 1, "hop limit of 1"),
     (K, "0.spec.instanceStorePolicy", "-", "RAID0"),
+    (K, "4.spec.template.spec.requirements.1.values", ["g6e.48xlarge"], "trainer-single does not fit"),
+    (K, "4.spec.template.metadata.labels", {"moe-rl/pool": "single"}, "which no node has"),
     (K, "0.spec.amiSelectorTerms.0.alias", "al2023@latest", "pinned"),
     (K, "0.spec.metadataOptions.httpTokens", "optional", "IMDSv2"),
-    (K, "5.spec.template.spec.requirements.1.values", ["c7i.48xlarge"], "StatefulSet valkey does not fit"),
+    (K, "6.spec.template.spec.requirements.1.values", ["c7i.48xlarge"], "StatefulSet valkey does not fit"),
     (Q, f"{QUOTAS}.3.nominalQuota", "120", "needs 16 x 8"),
     (Q, f"{QUOTAS}.1.nominalQuota", "28Ti", "quota of memory"),
     (Q, f"{QUOTAS}.5", "-", "has quotas for"),
@@ -181,29 +189,60 @@ MUTATIONS = [
     (V, "2.spec.dnsNames", ["localhost"], "does not name"),
     (V, "4.spec.template.spec.nodeSelector", {"moe-rl/pool": "memories"}, "which no node has"),
     (V, "4.spec.template.spec.containers.0.resources.limits.memory", "400Gi", "leave 15 %"),
-    (V, "5.spec.template.spec.tolerations.1", "-", "does not tolerate rollout-spot"),
-    (V, "5.spec.template.spec.terminationGracePeriodSeconds", 300, "has 300 s of grace"),
-    (V, "5.spec.template.metadata.annotations", {"karpenter.sh/do-not-disrupt": "true"}, "no SIGTERM"),
-    (V, "5.spec.replicas", 40, "standing workers need 320"),
-    (V, "5.spec.template.spec.serviceAccountName", "default", "does not exist"),
-    (V, "5.spec.template.spec.containers.0.image", "registry.example.com/moe-rl/rollout:0.0.9", "no image"),
+    (V, "4.spec.template.spec.containers.0.securityContext", "-", "may gain privileges"),
+    (V, "3.spec.selector.matchLabels", {"moe-rl/pool": "rollout-spot"}, "disruption budget"),
+    (V, "0.data.valkey~conf", "port 0", "must read renewed certificates"),
+    (B, f"{ROLLOUT}.spec.template.spec.tolerations.1", "-", "does not tolerate rollout-spot"),
+    (B, f"{ROLLOUT}.spec.template.spec.terminationGracePeriodSeconds", 300, "has 300 s of grace"),
+    (B, f"{ROLLOUT}.spec.template.metadata.annotations", {"karpenter.sh/do-not-disrupt": "true"},
+     "no SIGTERM"),
+    (B, f"{ROLLOUT}.spec.replicas", 40, "standing workers need 320"),
+    (B, f"{ROLLOUT}.spec.template.spec.serviceAccountName", "default", "does not exist"),
+    (B, f"{ROLLOUT}.spec.template.spec.containers.0.image", "registry.example.com/moe-rl/rollout:0.0.9",
+     "no image"),
+    (B, f"{ROLLOUT}.spec.template.spec.containers.0.resources.limits", {"cpu": "180"}, "quota"),
+    (B, f"{ROLLOUT}.spec.template.spec.volumes.0", "-", "mounts cache, which is no volume"),
+    (B, f"{JOB}.template.spec.containers.0.name", "trainer", "named pytorch"),
+    (B, f"{JOB}.restartPolicy", "Never", "started again"),
+    (B, f"{TRAINER}.spec.runPolicy.backoffLimit", 3, "for ever"),
+    (B, f"{JOB}.replicas", 15, "16 nodes"),
+    (B, f"{TRAINER}.spec.elasticPolicy.minReplicas", 8, "16 nodes"),
+    (B, f"{TRAINER}.spec.elasticPolicy.nProcPerNode", 4, "8 ranks"),
+    (B, f"{TRAINER}.spec.elasticPolicy.rdzvConf", [], "pull an image"),
+    (B, f"{TRAINER}.metadata.labels", {}, "Kueue"),
+    (B, f"{JOB}.template.metadata.annotations", {}, "neighbours"),
+    (B, f"{JOB}.template.spec.terminationGracePeriodSeconds", 60, "grace"),
+    (B, f"{JOB}.template.spec.containers.0.env.15.value", "20", "grace"),
+    (B, f"{JOB}.template.spec.containers.0.livenessProbe", "-", "probes"),
+    (B, f"{JOB}.template.spec.containers.0.startupProbe.failureThreshold", 10, "meet"),
+    (B, f"{JOB}.template.spec.containers.0.securityContext.capabilities", {}, "may gain privileges"),
+    (B, f"{JOB}.template.spec.serviceAccountName", "moe-rl-rollout", "writes versions"),
+    (B, f"{WATCH}.spec.template.metadata.labels.app", "watcher", "selects no pod"),
+    (B, f"{WATCH}.metadata.namespace", "moe-rl", "does not exist"),
+    (B, f"{WATCH}.spec.template.spec.containers.0.ports.0.name", "http", "scrapes a port"),
     (W, "2.metadata.name", "moe-rl-train", "does not exist"),
-    (W, "9.metadata.namespace", "default", "claim `models`"),
-    (W, "6.template.spec.containers.0.name", "main", "must exist"),
-    (W, "6.template.spec.containers.0.image", "registry.example.com/moe-rl/cpus:0.1.0", "no image"),
+    (W, "8.metadata.namespace", "default", "claim `models`"),
+    (W, "5.template.spec.containers.0.name", "main", "must exist"),
+    (W, "5.template.spec.containers.0.image", "registry.example.com/moe-rl/cpus:0.1.0", "no image"),
     (D, "0.spec.template.spec.tolerations.1", "-", "every pool"),
     (D, "1.spec.template.spec.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution."
         "nodeSelectorTerms.0.matchExpressions.0.values", ["trainer"], "must run on"),
     (D, "0.spec.template.spec.containers.0.image", "x/aws-efa-k8s-device-plugin:v0.5.9", "needs 0.5.10"),
     (D, "1", "-", "one plugin for EFA"),
-    (M, "2.spec.groups.0.rules.0.expr", "moe_rl_portion > 0", "which nothing exports"),
-    (M, "2.spec.groups.0.rules.0.annotations", {"summary": "x"}, "what to do"),
-    (M, "1.spec.podMetricsEndpoints.0.port", "http", "scrapes a port"),
+    (M, "1.spec.groups.0.rules.0.expr", "moe_rl_portion > 0", "which nothing exports"),
+    (M, "1.spec.groups.0.rules.0.annotations", {"summary": "x"}, "what to do"),
+    (M, "1.spec.groups.0.rules.6", "-", "alerts must be"),
+    (M, "1.spec.groups.0.rules.4.expr", "moe_rl_rejected_total{reason=~\"zero_varianz\"} > 0",
+     "which nothing gives"),
+    (M, "1.spec.groups.0.rules.9.expr", "up{job=\"watch\"} == 0", "no PodMonitor makes"),
+    (M, "0.spec.podMetricsEndpoints.0.port", "http", "scrapes a port"),
+    (M, "0.spec.namespaceSelector", "-", "in another namespace"),
     ("cluster/kueue-values.yaml", "0.managerConfig.controllerManagerConfigYaml", "{}", "hold PyTorchJobs"),
     ("cluster/training-operator/kustomization.yaml", "0.resources", ["x?ref=v2.0.0"], "pinned to v1.9.4"),
     ("campaigns/one_node.yaml", "0.buffer.url.1", "valkeys://moe-rl@valkey-0.valkey.moe-rl.svc:6379/0",
      "every shard once"),
     ("campaigns/one_node.yaml", "0.rollout.grace_seconds", 80, "must be below"),
+    ("campaigns/one_node.yaml", "0.train", {"topology": "laptop_1x2", "backend": "nccl"}, "has no GPUs"),
     ("campaigns/qwen3_30b_a3b.yaml", "0.rollout.workers", 40, "a campaign needs 320"),
     ("campaigns/qwen3_30b_a3b.yaml", "0.checkpoint.store", "s3://elsewhere/x", "campaigns of elsewhere"),
 ]  # fmt: skip

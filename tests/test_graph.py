@@ -158,7 +158,9 @@ POOL_OF = {
     "tasks.reward.score": placement.REWARD,
     "tasks.reward_model.train_reward_model": placement.REWARD,
     "tasks.buffer.assemble": placement.MEMORY,
-    "tasks.train.update_policy_laptop_1x2": placement.TRAINER,
+    "tasks.train.update_policy_single_1x1": placement.SINGLE,
+    "tasks.train.update_policy_laptop_1x2": placement.CPU,
+    "tasks.train.update_policy_node_1x8": placement.TRAINER,
     "tasks.train.update_policy_cluster_16x8": placement.TRAINER,
     "tasks.checkpoint.publish": placement.CPU,
     "tasks.evaluate.evaluate": placement.ROLLOUT,
@@ -178,7 +180,10 @@ def test_every_task_is_serialized_in_its_pool_with_its_pod_template():
         assert container["image"] == f"{placement.REGISTRY}/{pool.image}"
         assert spec["tolerations"][0]["value"] == pool.name
         assert template.metadata.interruptible == pool.is_spot
-        assert template.metadata.retries.retries == pool.retries
+        is_training = name.startswith("tasks.train.update_policy")
+        assert template.metadata.retries.retries == (
+            placement.TRAINER_RETRIES if is_training else pool.retries
+        )
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
         assert ("/dev/shm" in mounts) == bool(pool.shared_memory)
 

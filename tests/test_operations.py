@@ -1,10 +1,12 @@
 """What can be asked about a campaign: its archive, the live view, metrics, the report's table of workers."""
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -13,18 +15,19 @@ from publishing import manifest
 from test_experience import group, item, make
 from test_report import record
 
-from tasks.artifacts.store import PolicyStore
+from tasks.artifacts.store import PolicyStore, open_store
 from tasks.config import CampaignConfig
 from tasks.experience import query
 from tasks.experience.archive import archive_bytes, archive_key
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.ledger import CampaignLedger
 from tasks.experience.records import Group, Unscored
-from tasks.experience.watch import Watcher, serve_metrics, view_metrics, view_text
+from tasks.experience.watch import Follower, Watcher, serve_metrics, view_metrics, view_text
 from tasks.records import CampaignRun, TrainBatch, WorkerThroughput
 from tasks.reporting.operations import generation_section
 from tasks.rl.assembly import assemble_frame, sample_fates
 from tasks.schema import RolloutFrame, ScoredFrame, TrainFrame, make_frame, polars_schema, to_bytes
+from tasks.session import CURRENT_RUN
 
 
 def scored(prompt: str, rewards: list[float | None], **changes: Any) -> list[dict[str, Any]]:
@@ -173,7 +176,7 @@ def test_the_view_shows_queue_leases_rates_and_rejections(watcher: Watcher) -> N
 
 def test_metrics_are_served_in_prometheus_text_format(watcher: Watcher, campaign: str) -> None:
     some_work(watcher.buffer)
-    server = serve_metrics(watcher, 0)
+    server = serve_metrics(lambda: watcher, 0)
     try:
         url = f"http://127.0.0.1:{server.server_port}"
         with urllib.request.urlopen(f"{url}/metrics") as answer:
@@ -190,6 +193,54 @@ def test_metrics_are_served_in_prometheus_text_format(watcher: Watcher, campaign
     assert f'moe_rl_rejected_total{{{name},reason="duplicate groups"}} 1' in text
     assert f'moe_rl_worker_tokens_total{{{name},worker="w1"}} 40' in text
     assert f'moe_rl_worker_seconds_total{{{name},worker="w1"}} 2' in text
+    assert f"moe_rl_version{{{name}}} -1" in text and f"moe_rl_untrained_batch_seconds{{{name}}} 0" in text
+    assert f"moe_rl_buffer_capacity_bytes{{{name}}} {512 * 2**20:g}" in text
+    assert re.search(rf'moe_rl_server_used_bytes{{{name},shard="0"}} [1-9]', text)
+    assert f'moe_rl_server_max_bytes{{{name},shard="0"}}' in text
+
+
+def test_before_a_campaign_began_there_are_no_metrics_and_no_failure() -> None:
+    server = serve_metrics(lambda: None, 0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics") as answer:
+            assert (answer.status, answer.read()) == (200, b"")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_batch_that_nobody_trains_ages_until_a_version_is_trained_on_it(watcher: Watcher) -> None:
+    def seal(iteration: int, *, age: float, digest: str = watcher.run.config.digest()) -> None:
+        batch = TrainBatch(
+            iteration=iteration, objective="clipped_policy", key="k", sha256="s", num_samples=1,
+            behavior_version=0, produced=0, rejected={}, metrics={}, seconds={}, sealed_at=time.time() - age,
+        )  # fmt: skip
+        key = f"batches/{iteration:06d}-{digest}.json"
+        watcher.store.put_object(key, batch.model_dump_json().encode())
+
+    watcher.store.commit(manifest(watcher.store, 0, {}))
+    assert (watcher.look().version, watcher.look().untrained_seconds) == (0, 0)
+    seal(0, age=500)
+    seal(1, age=40)
+    seal(2, age=9000, digest="another")  # of a configuration that was changed: nobody will train it
+    assert watcher.look().untrained_seconds == pytest.approx(500, abs=30)
+    watcher.store.commit(manifest(watcher.store, 1, {}))
+    view = watcher.look()
+    assert view.version == 1 and view.untrained_seconds == pytest.approx(40, abs=30)
+    watcher.store.commit(manifest(watcher.store, 2, {}))
+    assert watcher.look().untrained_seconds == 0
+
+
+def test_who_watches_follows_the_run_that_was_started_last(store_folder: Path, campaign: str) -> None:
+    settings = CampaignConfig.model_validate({"name": campaign, "checkpoint": {"store": str(store_folder)}})
+    follow, root = Follower(settings), open_store(str(store_folder), campaign)
+    assert follow() is None
+    for lineage in (1, 2):
+        run = CampaignRun(config=settings, lineage=lineage, code_revision="r")
+        root.replace_object(CURRENT_RUN, run.model_dump_json().encode())
+        watcher = follow()
+        assert watcher is not None and watcher.look().campaign == f"{campaign}.000{lineage}"
+        assert follow() is watcher
 
 
 def test_metric_labels_are_escaped(watcher: Watcher) -> None:

@@ -8,6 +8,7 @@ from test_graph import ROOT, serialized_tasks
 
 from tasks import placement
 from tasks.planning.instances import INSTANCES, gib
+from tasks.session import code_digest, code_name, code_revision
 from tasks.train_config import TOPOLOGIES
 
 TEMPLATES = serialized_tasks()
@@ -50,6 +51,7 @@ def test_a_serialized_task_keeps_efa_hugepages_and_shared_memory(name: str) -> N
     for kind in ("requests", "limits"):
         kept = container["resources"][kind]
         assert kept.get("vpc.amazonaws.com/efa") == (str(pool.instance.efa) if pool.gpus == 8 else None)
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert kept.get("hugepages-2Mi") == (pool.hugepages or None)
         assert kept.get("nvidia.com/gpu") == (str(pool.gpus) if pool.gpus else None)
     sizes = {v["name"]: v["emptyDir"].get("sizeLimit") for v in spec(name)["volumes"] if "emptyDir" in v}
@@ -73,6 +75,7 @@ def test_efa_without_hugepages_says_so() -> None:
 def test_the_efa_count_is_the_tables_and_never_a_constant() -> None:
     counts = {name: INSTANCES[name].efa for name in INSTANCES if name.startswith("p")}
     assert counts == {
+        "p5.4xlarge": 1,
         "p5.48xlarge": 32,
         "p5e.48xlarge": 32,
         "p5en.48xlarge": 16,
@@ -105,14 +108,38 @@ def test_spot_pods_may_be_disrupted_and_are_gone_before_the_node(name: str) -> N
 
 
 def test_a_training_job_queues_as_a_whole_and_asks_for_neighbours() -> None:
-    for topology, (nodes, _) in TOPOLOGIES.items():
+    for topology, (nodes, ranks) in TOPOLOGIES.items():
         template = TEMPLATES[f"tasks.train.update_policy_{topology}"]
+        if ranks < 8:  # on nodes that come and go by themselves, where there is nobody to wait for
+            assert template.k8s_pod.metadata.annotations in (None, {}) and nodes == 1
+            continue
         labels = template.to_flyte_idl().metadata.metadata.labels
         assert dict(labels) == {"kueue.x-k8s.io/queue-name": "trainer"}
         assert template.k8s_pod.metadata.annotations == {
             "kueue.x-k8s.io/podset-preferred-topology": "topology.k8s.aws/network-node-layer-3"
         }
         assert template.type == ("pytorch" if nodes > 1 else "python-task")
+
+
+def test_a_topology_asks_for_a_gpu_a_rank_and_the_laptops_for_none() -> None:
+    assert placement.TRAINER_OF.keys() == TOPOLOGIES.keys()
+    for topology, (_, ranks) in TOPOLOGIES.items():
+        name = f"tasks.train.update_policy_{topology}"
+        limits = spec(name)["containers"][0]["resources"]["limits"]
+        gpus = int(limits.get("nvidia.com/gpu", 0))
+        assert gpus == (0 if topology == "laptop_1x2" else ranks), topology
+        assert pool_of(name) is placement.TRAINER_OF[topology]
+        assert spec(name)["terminationGracePeriodSeconds"] == (120 if gpus else 30)
+    single = placement.SINGLE
+    assert "vpc.amazonaws.com/efa" not in single.devices and "FI_PROVIDER" not in single.variables
+    assert single.instance.usd_per_hour * 8 == INSTANCES["p5.48xlarge"].usd_per_hour  # an eighth of the node
+
+
+def test_a_pod_is_told_what_its_code_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TEMPLATES:
+        assert variables(name)["MOE_RL_REVISION"] == placement.REVISION
+    monkeypatch.setenv("MOE_RL_REVISION", "9d8ca4c")
+    assert code_name() == "9d8ca4c" and code_revision() == f"9d8ca4c+{code_digest()}"
 
 
 def test_processes_wait_for_slow_nodes_to_pull_their_image() -> None:

@@ -288,6 +288,37 @@ def test_cluster_campaigns_check_every_kind_of_node_first() -> None:
     assert CampaignConfig().preflight.roles == [] and set(NODE) == {"laptop", "cpu", "trainer", "rollout"}
 
 
+def test_a_single_gpu_needs_no_nvlink_and_no_efa() -> None:
+    train = {**CONFIG.train.model_dump(), "topology": "single_1x1", "ep": 1, "fsdp": 1, "dispatcher": "local"}
+    single = CampaignConfig.model_validate({**CONFIG.model_dump(), "train": train})
+    want = preflight.wanted(single, "trainer")
+    assert (want.gpus, want.gpu_name, want.efa, want.hugepages) == (1, "h100", 0, 0)
+    gpu = {
+        **reading.parse_gpus(SMI)[0],
+        "name": "NVIDIA H100 80GB HBM3",
+        "memory_mib": 81559,
+        "fabric": "N/A",
+    }
+    alone = {"gpus": [gpu], "nvlinks": {}, "efa_devices": [], "fi_info": {"error": "no such file"},
+             "has_gdrdrv": False, "memlock_bytes": 65536, "hugepages_total": 0}  # fmt: skip
+    alone["two_ranks"] = {"sum": 3.0, "nccl_log": "", "efa_bytes": 0, "log": ""}
+    facts = {
+        **good("trainer"),
+        **alone,
+        "shared_memory_gib": 64.0,
+        "machine": {"memory_gib": 200, "cpus": 14},
+    }
+    assert {o.name: o.problem for o in judge(facts, want) if not o.is_passed} == {}
+    names = {
+        (topology, role): preflight.preflight_task(CONFIG.model_copy(update={"train": CONFIG.train.model_copy(
+            update={"topology": topology})}), role).name.rpartition(".")[2]
+        for topology, role in (("single_1x1", "trainer"), ("node_1x8", "trainer"), ("laptop_1x2", "trainer"),
+                               ("node_1x8", "rollout"), ("single_1x1", "laptop"))
+    }  # fmt: skip
+    assert list(names.values()) == ["preflight_single", "preflight_trainer", "preflight_cpu",
+                                    "preflight_rollout", "preflight_laptop"]  # fmt: skip
+
+
 def test_everything_of_a_campaign_waits_for_its_preflight() -> None:
     from test_graph import unrolled
 

@@ -22,7 +22,7 @@ from tasks.engine.standing import StandingWorker
 from tasks.environments.scoring import readable
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.records import CampaignRun, PromptSet
-from tasks.session import CURRENT_RUN, run_buffer, run_store
+from tasks.session import CURRENT_RUN, code_revision, run_buffer, run_store
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,7 @@ def start_run(
     policy_folder: Path,
     lineage: int = 1,
     sections: dict[str, Any] | None = None,
+    revision: str = "",
     **rollout: Any,
 ) -> CampaignRun:
     """A run with versions 0 and 1 published, as ``open_campaign`` and ``publish`` leave it."""
@@ -43,7 +44,7 @@ def start_run(
     config = CampaignConfig.model_validate(
         {"name": campaign, "checkpoint": {"store": str(store_folder)}, "rollout": rollout, **(sections or {})}
     )
-    run = CampaignRun(config=config, lineage=lineage, code_revision="r")
+    run = CampaignRun(config=config, lineage=lineage, code_revision=revision or code_revision())
     store = run_store(run)
     files = store.put_folder(policy_folder)
     for version in (0, 1):
@@ -120,6 +121,28 @@ def test_a_new_lineage_is_followed_and_the_engine_starts_anew(
     assert worker.work() == 0
     worker.look()
     assert worker.run == second and worker.work() == 1
+
+
+def test_a_worker_of_other_code_says_so_and_waits_for_a_campaign_of_its_own(
+    store_folder: Path, campaign: str, policy_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever upgrades has a campaign and a pool of different code for a while, in either order."""
+    worker = standing(store_folder, campaign)
+    other = start_run(store_folder, campaign, policy_folder, revision="9d8ca4c+0123456789ab")
+    put(run_buffer(other), 1, version=0)
+    for _ in range(3):
+        worker.look()
+        assert worker.work() == 0 and run_buffer(other).outstanding(2) == 1
+    said = capsys.readouterr().out
+    assert said.count("must run its code, 9d8ca4c+0123456789ab, got ") == 1 and code_revision() in said
+    ours = start_run(store_folder, campaign, policy_folder, lineage=2)
+    put(run_buffer(ours), 1, version=0)
+    worker.look()
+    assert worker.work() == 1
+    start_run(store_folder, campaign, policy_folder, lineage=3, revision="other")
+    put(run_buffer(ours), 1, version=0, iteration=3)
+    worker.look()
+    assert worker.work() == 0, "the campaign that it followed was started again by other code"
 
 
 def test_the_generate_stage_waits_for_the_pool_and_reports_its_workers(

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -23,9 +24,11 @@ from test_update import ROOT, TINY, train_batch
 
 from tasks.artifacts.manifest import Blob, Manifest
 from tasks.config import CampaignConfig
-from tasks.policy.pool import REQUEST, await_candidate, find_request
+from tasks.policy.pool import REQUEST, UpdateRequest, await_candidate, await_request
+from tasks.policy.progress import Progress
+from tasks.policy.pulse import PULSE
 from tasks.records import CampaignRun, TrainBatch
-from tasks.session import open_store, run_store
+from tasks.session import code_revision, open_store, run_store
 
 SINGLE = {"topology": "single_1x1", "ep": 1, "dispatcher": "local"}
 NUM_UPDATES = 3
@@ -46,7 +49,7 @@ def make_run(folder: Path, train: dict[str, Any], **config: Any) -> CampaignRun:
     run = CampaignRun(
         config=CampaignConfig.model_validate({**named, "train": settings, **config}),
         lineage=1,
-        code_revision="r" * 40,
+        code_revision=code_revision(),
     )
     store = run_store(run)
     store.commit(initial_manifest(store, run))
@@ -149,12 +152,46 @@ def test_without_a_trainer_the_update_stage_says_how_to_start_one(tmp_path):
         RuntimeError, match=r"within train.standing_timeout_seconds=0.3, .*version 0.*torchrun"
     ):
         await_candidate(run, batch, policy)
-    first = find_request(open_store(run.config, "stays"))
-    assert first is not None and (first.run, first.batch, first.policy) == (run, batch, policy)
+    root = open_store(run.config, "stays")
+    first = UpdateRequest.model_validate_json(root.get_object(REQUEST))
+    assert (first.run, first.batch, first.policy) == (run, batch, policy)
     with pytest.raises(RuntimeError):
         await_candidate(run, batch, policy)
-    again = find_request(open_store(run.config, "stays"))
-    assert again is not None and again.token != first.token and REQUEST == "update.json"
+    again = UpdateRequest.model_validate_json(root.get_object(REQUEST))
+    assert again.token != first.token and REQUEST == "update.json"
+
+
+@pytest.mark.usefixtures("leave_servers")
+def test_a_trainer_of_other_code_answers_so_at_once_and_serves_the_next_campaign(tmp_path):
+    run = make_run(tmp_path / "store", SINGLE)
+    root, pulse = open_store(run.config, "stays"), tmp_path / "pulse"
+    found: list[UpdateRequest] = []
+    PULSE.path = pulse
+    trainer = Thread(target=lambda: found.append(await_request(run.config, root, after="", is_speaker=True)))
+    trainer.start()
+    try:
+        other = run.model_copy(update={"code_revision": "9d8ca4c+0123456789ab"})
+        with pytest.raises(RuntimeError, match=r"must run its code, 9d8ca4c\+0123456789ab, got .*\+"):
+            await_candidate(other, train_batch(run, 0, 0), run_store(run).reference(0))
+        assert trainer.is_alive() and pulse.exists(), "it waits on, and a probe sees that it does"
+        asked = UpdateRequest(
+            run=run, batch=train_batch(run, 0, 0), policy=run_store(run).reference(0), token="t"
+        )
+        root.replace_object(REQUEST, asked.model_dump_json().encode())
+        trainer.join(timeout=30)
+    finally:
+        PULSE.path = None
+    assert found == [asked]
+
+
+def test_progress_beats_the_pulse(tmp_path, monkeypatch):
+    monkeypatch.setattr(PULSE, "path", tmp_path / "pulse")
+    progress = Progress()
+    assert not (tmp_path / "pulse").exists()
+    progress.at("load")
+    os.utime(tmp_path / "pulse", (0, 0))
+    progress.at("train", 1)
+    assert (tmp_path / "pulse").stat().st_mtime > 1e9
 
 
 @dataclass

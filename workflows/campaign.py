@@ -16,7 +16,7 @@ from tasks import placement
 from tasks.checkpoint import hand_on, initialize, open_campaign, publish, resume
 from tasks.config import CampaignConfig
 from tasks.evaluate import evaluate
-from tasks.preflight import PREFLIGHT
+from tasks.preflight import preflight_task
 from tasks.prompts import demonstrations
 from tasks.records import CampaignRun, CampaignState, CampaignSummary
 from tasks.report import report
@@ -84,7 +84,7 @@ def preflight(run: CampaignRun) -> CampaignRun:
     """The checks of each role in ``preflight.roles``, one after the other; the rest of the campaign waits."""
     checked = run
     for role in run.config.preflight.roles:
-        checked = node(f"preflight-{role}", PREFLIGHT[role](run=checked))
+        checked = node(f"preflight-{role}", preflight_task(run.config, role)(run=checked))
     return checked
 
 

@@ -24,9 +24,8 @@ def await_queue(run: CampaignRun, prompts: PromptSet) -> None:
                 f"iteration {iteration} must make progress within "
                 f"rollout.standing_timeout_seconds={limit:g}, got "
                 f"none at {published} of {prompts.num_groups} groups; leases: {dict(held) or 'none'}. Start "
-                "workers "
-                "with `python -m tasks.engine.standing --config ...` and this store, then run the campaign "
-                "again."
+                "workers with `python -m tasks.engine.standing --config ...`, this store and the code "
+                f"{run.code_revision} (those of another say so and wait), then run the campaign again."
             )
         if now - spoke > SAY_SECONDS:
             spoke, progress = now, buffer.progress(iteration)

@@ -32,7 +32,15 @@ from tasks.engine.protocol import Engine
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.errors import PolicyVersionMismatch
 from tasks.records import CampaignRun
-from tasks.session import CURRENT_RUN, OPTIMIZER, open_store, run_buffer, run_store, say
+from tasks.session import (
+    CURRENT_RUN,
+    OPTIMIZER,
+    open_store,
+    other_code,
+    run_buffer,
+    run_store,
+    say,
+)
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 2.0
@@ -49,12 +57,21 @@ class StandingWorker:
         self._buffer: ExperienceBuffer | None = None
         self._store: PolicyStore | None = None
         self._folder = Path()
+        self._refused = b""
 
     def look(self) -> None:
         """Follow the run that was started last; another one gets an engine and a buffer of its own."""
         found = self.root.find_object(CURRENT_RUN)
-        run = CampaignRun.model_validate_json(found) if found else None
-        if run is None or run == self.run:
+        if found is None:
+            return
+        if why := other_code(json.loads(found)["code_revision"]):
+            self.run = None  # and wait: who upgrades a campaign and its pool does one after the other
+            if found != self._refused:
+                self._refused = found
+                say("standing", f"{self.name} waits: {why}")
+            return
+        run = CampaignRun.model_validate_json(found)
+        if run == self.run:
             return
         self._exchange(run_store(run), Path())
         self.run, self._buffer = run, run_buffer(run)

@@ -14,7 +14,7 @@ groups that wait for a scorer, so a scorer must run beside the workers or ``capa
 hold a whole iteration.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -48,11 +48,9 @@ class ExperienceBuffer:
         lease_seconds: float,
         max_attempts: int,
         capacity_bytes: int,
-        reconnect_seconds: float = 30.0,
-        revive: Callable[[], object] = lambda: None,
+        **connection: Any,
     ) -> None:
-        """``revive`` is called when a connection is lost, before it is tried again: it may restart a
-        server."""
+        """``connection``: how each ``Server`` is reached."""
         if not campaign or set("{}") & set(campaign):
             raise ValueError(
                 f"campaign must be a name without braces, got {campaign!r}. Rename the campaign."
@@ -67,7 +65,7 @@ class ExperienceBuffer:
         self._terms = [int(lease_seconds * 1000), max_attempts]
         self._capacity_bytes = capacity_bytes
         urls = [url] if isinstance(url, str) else url
-        self._shards = Shards(urls, campaign, reconnect_seconds=reconnect_seconds, revive=revive)
+        self._shards = Shards(urls, campaign, **connection)
 
     # ---- work ----
 
@@ -382,6 +380,11 @@ class ExperienceBuffer:
         """Free everything but the counters, once the version trained on the iteration is committed."""
         for shard in self._shards.numbers:
             self._shards.run("drop", iteration, [iteration], shard)
+
+    def memory(self) -> list[tuple[int, int]]:
+        """Bytes that each server uses, and those that it may use."""
+        found = self._shards.read("info", "memory")
+        return [(int(server["used_memory"]), int(server["maxmemory"])) for server in found]
 
     def check_server(self) -> None:
         """Refuse servers that may evict experience or are too old for the scripts."""

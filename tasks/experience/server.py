@@ -3,10 +3,12 @@
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import valkey
 from valkey.backoff import NoBackoff
+from valkey.credentials import CredentialProvider
 from valkey.exceptions import (
     AuthenticationError,
     AuthorizationError,
@@ -31,16 +33,48 @@ _PERMANENT = (AuthenticationError, AuthorizationError)
 _OLDEST_VERSION = 7  # before: XCLAIM hands out deleted entries, and scripts fail half-way without memory
 
 
+class _FilePassword(CredentialProvider):
+    """Reads the password's file at each connection: changing it, as ``configs/cluster/README.md`` says,
+    disturbs no process that runs."""
+
+    def __init__(self, user: str, file: str) -> None:
+        self._user, self._file = user, Path(file)
+
+    @classmethod
+    def taken_from(cls, url: str, file: str) -> tuple["_FilePassword | None", str]:
+        """The account of ``scheme://USER@HOST``, and the URL without its user, which the client would take
+        for another account."""
+        if not file:
+            return None, url
+        scheme, _, rest = url.partition("://")
+        user, _, host = rest.partition("@")
+        return cls(user, file), f"{scheme}://{host}"
+
+    def get_credentials(self) -> tuple[str, str]:
+        return self._user, self._file.read_text().strip()
+
+
 class Server:
     """Safe to share between threads and to inherit over ``fork``: the client's pool notices both."""
 
-    def __init__(self, url: str, *, reconnect_seconds: float, revive: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        reconnect_seconds: float = 30.0,
+        revive: Callable[[], object] = lambda: None,
+        password_file: str = "",
+    ) -> None:
+        """``revive`` is called when a connection is lost, before it is tried again: it may restart a
+        server. ``password_file`` has the password of the user that ``url`` names."""
         self._revive = revive
         self._reconnect_seconds = reconnect_seconds
         # The client's own retry nests (connect inside command), which squares the wait; ours has one
         # deadline.
+        account, where = _FilePassword.taken_from(url, password_file)
         self.client: Any = valkey.Valkey.from_url(
-            url,
+            where,
+            credential_provider=account,
             retry=Retry(NoBackoff(), 0),
             socket_timeout=30.0,
             socket_connect_timeout=5.0,

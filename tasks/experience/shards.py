@@ -1,7 +1,7 @@
 """The servers that one campaign's buffer is spread over: which one holds what, and how all are asked."""
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tasks.experience import scripts
@@ -23,13 +23,12 @@ Taken = tuple[int, str, bytes]
 class Shards:
     """A fixed list of servers; its order and length are part of an iteration: scripts refuse another list."""
 
-    def __init__(
-        self, urls: Sequence[str], campaign: str, *, reconnect_seconds: float, revive: Callable[[], object]
-    ) -> None:
+    def __init__(self, urls: Sequence[str], campaign: str, **connection: Any) -> None:
+        """``connection``: how each ``Server`` is reached."""
         if not urls or len(set(urls)) < len(urls):
             raise ValueError("buffer.url must name one or more different servers. Remove repetitions.")
         self.campaign = campaign
-        self.servers = [Server(url, reconnect_seconds=reconnect_seconds, revive=revive) for url in urls]
+        self.servers = [Server(url, **connection) for url in urls]
         self.numbers = range(len(self.servers))
         self._key_lists: dict[tuple[str, int], list[bytes]] = {}
 

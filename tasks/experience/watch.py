@@ -8,10 +8,10 @@ open ones what the buffer itself refused.
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Lock, Thread
 
 from tasks.artifacts.store import PolicyStore
 from tasks.config import CampaignConfig, with_overrides
@@ -39,16 +39,37 @@ class View:
     total_samples: int
     """Published so far: in sealed and in open iterations."""
     total_tokens: int
+    version: int
+    """The newest published one; -1 = none."""
+    untrained_seconds: float
+    """Age of the oldest sealed batch of this run that no version is trained on; 0 = none waits."""
+    servers: Sequence[tuple[int, int]]
+    """Bytes that each shard's server uses, and those that it may use."""
+    capacity_bytes: int
+    """Of payloads that wait for a scorer, at which writers wait, on all shards."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Watcher:
-    """Looks at one run; remembers the sealed batches, which never change."""
+    """Looks at one run; remembers the sealed batches and the newest version, which never change."""
 
     run: CampaignRun
     buffer: ExperienceBuffer
     store: PolicyStore
     _sealed: dict[str, TrainBatch] = field(default_factory=dict)
+    _newest: tuple[int, int] = (-1, 0)
+    """A version and the iterations that it has trained."""
+
+    def _untrained_seconds(self) -> float:
+        head, ending = self.store.head(), f"-{self.run.config.digest()}.json"
+        if head is not None and head.version != self._newest[0]:
+            self._newest = (head.version, self.store.manifest(head).iteration)
+        waiting = [
+            batch.sealed_at
+            for key, batch in self._sealed.items()
+            if key.endswith(ending) and batch.iteration >= self._newest[1]
+        ]
+        return max(0.0, time.time() - min(waiting)) if waiting else 0.0
 
     def look(self) -> View:
         for key in self.store.list_objects("batches/"):
@@ -77,9 +98,14 @@ class Watcher:
         for name, share in shares:
             samples, tokens, seconds = workers.get(name, (0, 0, 0.0))
             workers[name] = (samples + share.samples, tokens + share.tokens, seconds + share.seconds)
+        servers, capacity = self.buffer.memory(), self.run.config.buffer.capacity_mb * 2**20
         return View(
             campaign=self.run.campaign,
             seconds=time.monotonic(),
+            untrained_seconds=self._untrained_seconds(),
+            version=self._newest[0],
+            servers=servers,
+            capacity_bytes=capacity * len(servers),
             iterations=iterations,
             rejected={reason: count for reason, count in sorted(rejected.items()) if count},
             barred=self.buffer.barred(),
@@ -87,6 +113,25 @@ class Watcher:
             total_samples=sum(samples for samples, _, _ in workers.values()),
             total_tokens=sum(tokens for _, tokens, _ in workers.values()),
         )
+
+
+class Follower:
+    """The watcher of the run that was started last; None before a campaign's first."""
+
+    def __init__(self, config: CampaignConfig) -> None:
+        self._root = open_store(config, config.name)
+        self._lock = Lock()
+        self._found: bytes | None = None
+        self._watcher: Watcher | None = None
+
+    def __call__(self) -> Watcher | None:
+        with self._lock:  # a scrape and the screen may both find another run
+            found = self._root.find_object(CURRENT_RUN)
+            if found is not None and found != self._found:
+                run = CampaignRun.model_validate_json(found)
+                self._watcher = Watcher(run=run, buffer=run_buffer(run), store=run_store(run))
+                self._found = found
+            return self._watcher
 
 
 def view_text(view: View, before: View | None = None) -> str:
@@ -139,6 +184,15 @@ def view_metrics(view: View) -> str:
          [({"iteration": k}, p.bytes_waiting) for k, p in gauges]),
         ("buffer_used_bytes", "gauge", "memory of the iteration on the servers",
          [({"iteration": k}, p.bytes_used) for k, p in gauges]),
+        ("buffer_capacity_bytes", "gauge", "waiting payloads at which writers wait",
+         [({}, view.capacity_bytes)]),
+        ("server_used_bytes", "gauge", "memory that a shard's server uses, for all campaigns",
+         [({"shard": n}, used) for n, (used, _) in enumerate(view.servers)]),
+        ("server_max_bytes", "gauge", "memory that a shard's server may use; 0 = no bound",
+         [({"shard": n}, most) for n, (_, most) in enumerate(view.servers)]),
+        ("version", "gauge", "newest published policy version", [({}, view.version)]),
+        ("untrained_batch_seconds", "gauge", "age of the oldest sealed batch without a version",
+         [({}, view.untrained_seconds)]),
         ("samples_total", "counter", "samples published", [({}, view.total_samples)]),
         ("tokens_total", "counter", "tokens of published samples", [({}, view.total_tokens)]),
         ("rejected_total", "counter", "samples rejected by reason",
@@ -157,13 +211,16 @@ def view_metrics(view: View) -> str:
     return "\n".join(lines) + "\n"
 
 
-def serve_metrics(watcher: Watcher, port: int) -> ThreadingHTTPServer:
-    """Answer ``GET /metrics`` with a fresh look, from a thread; port 0 picks one."""
+def serve_metrics(follow: Callable[[], Watcher | None], port: int) -> ThreadingHTTPServer:
+    """Answer ``GET /metrics`` with a fresh look, from a thread; port 0 picks one. Nothing before a campaign
+    began."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = view_metrics(watcher.look()).encode() if self.path == "/metrics" else b""
-            self.send_response(200 if body else 404)
+            is_metrics = self.path == "/metrics"
+            watcher = follow() if is_metrics else None
+            body = view_metrics(watcher.look()).encode() if watcher else b""
+            self.send_response(200 if is_metrics else 404)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -189,28 +246,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     require_existing(options.store)
-    where = with_overrides(
-        CampaignConfig(name=options.campaign),
-        checkpoint__store=options.store,
-        checkpoint__endpoint_url=options.endpoint_url,
+    follow = Follower(
+        with_overrides(
+            CampaignConfig(name=options.campaign),
+            checkpoint__store=options.store,
+            checkpoint__endpoint_url=options.endpoint_url,
+        )
     )
-    found = open_store(where, options.campaign).find_object(CURRENT_RUN)
-    if found is None:
+    if options.metrics_port:
+        serve_metrics(follow, options.metrics_port)
+    elif follow() is None:
         raise SystemExit(
             f"campaign must have been started in {options.store}, got none named {options.campaign!r}. "
             "Check the spelling."
         )
-    run = CampaignRun.model_validate_json(found)
-    watcher = Watcher(run=run, buffer=run_buffer(run), store=run_store(run))
-    if options.metrics_port:
-        serve_metrics(watcher, options.metrics_port)
     before = None
     while True:
-        view = watcher.look()
-        print(("" if options.once else CLEAR) + view_text(view, before), flush=True)
-        if options.once:
-            return
-        before = view
+        if (watcher := follow()) is not None:
+            view = watcher.look()
+            print(("" if options.once else CLEAR) + view_text(view, before), flush=True)
+            if options.once:
+                return
+            before = view
         time.sleep(options.seconds)
 
 

@@ -1,7 +1,7 @@
-"""What an EC2 instance type is: one table that placement, cluster files and preflight are checked against.
+"""What an EC2 instance type is: one table that placement, cluster files, preflight and plan are checked
+against.
 
-Hardware, and what Kubernetes can allocate of it, as Karpenter v1.14.1 models it; on-demand prices in
-us-east-1 from its generated file of 2026-07-20 (0 = not listed). EFA devices differ by
+Hardware, and what Kubernetes can allocate of it, as Karpenter v1.14.1 models it. EFA devices differ by
 type and cannot be derived from the bandwidth: 32 on p5, 16 on p5en, 8 on p6-b200 for the same 3,200 Gbit/s.
 """
 
@@ -26,9 +26,16 @@ class InstanceType:
     fabric_gbps: float
     nvme_gb: int = 0
     usd_per_hour: float = 0.0
+    """On demand; 0 = not listed."""
+    spot_usd_per_hour: float = 0.0
+    """0 = nobody stated one."""
 
 
+PRICED = "2026-07-20 on demand (us-east-1, Karpenter's generated file), 2026-08-06 Spot (us-east-2, dstack)"
+"""When and by whom the prices below were stated; ``python -m tasks.plan`` shows it beside every sum."""
+SPOT_USD = {"p5en.48xlarge": 26.57}
 _ROWS = (
+    ("p5.4xlarge", 1, "h100", 81920, 16, 256, 15890, 239554, 1, 100, 3800, 6.88),
     ("p5.48xlarge", 8, "h100", 81920, 192, 2048, 191450, 1938410, 32, 3200, 30400, 55.04),
     ("p5e.48xlarge", 8, "h200", 144384, 192, 2048, 191450, 1938410, 32, 3200, 30400, 0.0),
     ("p5en.48xlarge", 8, "h200", 144384, 192, 2048, 191450, 1937332, 16, 3200, 30400, 63.296),
@@ -44,7 +51,7 @@ INSTANCES = {
     name: InstanceType(
         name=name, gpus=gpus, gpu_name=gpu_name, gpu_mib=gpu_mib, vcpus=vcpus, memory_gib=memory_gib,
         allocatable_cpu=allocatable_cpu, allocatable_mib=allocatable_mib, efa=efa, fabric_gbps=fabric_gbps,
-        nvme_gb=nvme_gb, usd_per_hour=usd_per_hour,
+        nvme_gb=nvme_gb, usd_per_hour=usd_per_hour, spot_usd_per_hour=SPOT_USD.get(name, 0.0),
     )
     for name, gpus, gpu_name, gpu_mib, vcpus, memory_gib, allocatable_cpu, allocatable_mib, efa, fabric_gbps,
         nvme_gb, usd_per_hour in _ROWS

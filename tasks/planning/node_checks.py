@@ -1,4 +1,4 @@
-"""Checks of a node itself: GPUs, NVLink, EFA, libraries, memory."""
+"""Checks of a node itself: GPUs, NVLink, EFA, libraries, memory. A single GPU needs no NVLink and no EFA."""
 
 import re
 
@@ -73,6 +73,8 @@ def gpu_driver(facts: Facts, wanted: Wanted) -> str:
 
 @check(*GPU)
 def nvlink(facts: Facts, wanted: Wanted) -> str:
+    if wanted.gpus < 2:
+        return ""
     links, want = get(facts, "nvlinks"), NVLINKS.get(wanted.gpu_name, 0)
     down = {gpu: count for gpu, count in links.items() if count < want}
     if len(links) >= wanted.gpus and not down:
@@ -82,6 +84,8 @@ def nvlink(facts: Facts, wanted: Wanted) -> str:
 
 @check(*GPU)
 def nvswitch_fabric(facts: Facts, wanted: Wanted) -> str:
+    if wanted.gpus < 2:
+        return ""
     states = {gpu["fabric"] for gpu in get(facts, "gpus")}
     if states == {"Completed"}:
         return ""
@@ -90,6 +94,8 @@ def nvswitch_fabric(facts: Facts, wanted: Wanted) -> str:
 
 @check(*GPU)
 def efa_devices(facts: Facts, wanted: Wanted) -> str:
+    if not wanted.efa:
+        return ""
     found = len(get(facts, "efa_devices"))
     if found == wanted.efa:
         return ""
@@ -101,6 +107,8 @@ def efa_devices(facts: Facts, wanted: Wanted) -> str:
 
 @check(*GPU)
 def efa_provider(facts: Facts, wanted: Wanted) -> str:
+    if not wanted.efa:
+        return ""
     providers = set(re.findall(r"^\s*provider:\s*(\S+)", get(facts, "fi_info"), re.MULTILINE))
     if providers == {"efa"}:
         return ""
@@ -109,6 +117,8 @@ def efa_provider(facts: Facts, wanted: Wanted) -> str:
 
 @check(*GPU)
 def efa_is_what_nccl_uses(facts: Facts, wanted: Wanted) -> str:
+    if not wanted.efa:
+        return ""
     found = network(get(facts, "two_ranks")["nccl_log"])
     return unless(
         found.startswith("OFI efa"),
@@ -118,6 +128,8 @@ def efa_is_what_nccl_uses(facts: Facts, wanted: Wanted) -> str:
 
 @check(*GPU)
 def efa_counters_move(facts: Facts, wanted: Wanted) -> str:
+    if not wanted.efa:
+        return ""
     moved = get(facts, "two_ranks")["efa_bytes"]
     return unless(
         moved > 0,
@@ -127,6 +139,8 @@ def efa_counters_move(facts: Facts, wanted: Wanted) -> str:
 
 @check(*GPU)
 def gdrcopy(facts: Facts, wanted: Wanted) -> str:
+    if not wanted.efa:
+        return ""
     return unless(
         get(facts, "has_gdrdrv"),
         "/dev/gdrdrv must exist for GPUDirect, got none. Set NVIDIA_GDRCOPY=enabled; check the AMI.",
@@ -135,6 +149,8 @@ def gdrcopy(facts: Facts, wanted: Wanted) -> str:
 
 @check(*GPU)
 def locked_memory(facts: Facts, wanted: Wanted) -> str:
+    if not wanted.efa:
+        return ""
     found = get(facts, "memlock_bytes")
     if found < 0:
         return ""

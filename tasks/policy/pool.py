@@ -4,19 +4,28 @@
 {name}.{lineage}/updates/<token>.json   its answer: a candidate, or why there is none
 """
 
+import contextlib
+import json
 import secrets
 import time
 from typing import TYPE_CHECKING
 
+from tasks.artifacts.errors import ObjectConflict
+from tasks.config import CampaignConfig
+from tasks.policy.pulse import PULSE
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
 from tasks.section import Section
-from tasks.session import open_store, run_store
+from tasks.session import open_store, other_code, run_store, say
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
 
 REQUEST = "update.json"
 POLL_SECONDS = 0.1
+
+
+def answer_key(token: str) -> str:
+    return f"updates/{token}.json"
 
 
 class UpdateRequest(Section):
@@ -28,7 +37,7 @@ class UpdateRequest(Section):
 
     @property
     def answer_key(self) -> str:
-        return f"updates/{self.token}.json"
+        return answer_key(self.token)
 
 
 class UpdateAnswer(Section):
@@ -37,10 +46,31 @@ class UpdateAnswer(Section):
     """Why there is no candidate."""
 
 
-def find_request(root: "PolicyStore") -> UpdateRequest | None:
-    """What the campaign of a name asked for last."""
-    found = root.find_object(REQUEST)
-    return UpdateRequest.model_validate_json(found) if found else None
+def await_request(
+    config: CampaignConfig, root: "PolicyStore", *, after: str, is_speaker: bool
+) -> UpdateRequest:
+    """The next request of the campaign that is not ``after``, has no answer and is of this code; others are
+    refused by the speaker, and the trainer waits on."""
+    while True:
+        PULSE.beat()
+        if found := root.find_object(REQUEST):
+            asked = json.loads(found)  # other code may have other fields
+            if (token := asked["token"]) != after:
+                after, run = token, asked["run"]
+                store = open_store(config, f"{config.name}.{run['lineage']:04d}")
+                if store.find_object(answer_key(token)) is None:
+                    if not (why := other_code(run["code_revision"])):
+                        return UpdateRequest.model_validate_json(found)
+                    if is_speaker:
+                        say("trainer", why)
+                        put_answer(store, token, UpdateAnswer(error=why))
+        time.sleep(POLL_SECONDS)
+
+
+def put_answer(store: "PolicyStore", token: str, answer: UpdateAnswer) -> None:
+    """The first answer of any rank counts."""
+    with contextlib.suppress(ObjectConflict):
+        store.put_object(answer_key(token), answer.model_dump_json().encode())
 
 
 def await_candidate(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
@@ -54,7 +84,8 @@ def await_candidate(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) 
             raise RuntimeError(
                 f"a standing trainer must answer within train.standing_timeout_seconds={limit:g}, got "
                 f"nothing for version {policy.version} of {run.campaign}. Start one with `torchrun ... -m "
-                "tasks.policy.standing --config ...` and this store, then run the campaign again."
+                "tasks.policy.standing --config ...`, this store and the code "
+                f"{run.code_revision}, then run the campaign again."
             )
         time.sleep(POLL_SECONDS)
     answer = UpdateAnswer.model_validate_json(found)

@@ -18,6 +18,8 @@ from typing import Any, Self
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from tasks.policy.pulse import PULSE
+
 
 class Stopwatch(AbstractContextManager["Stopwatch"]):
     """Seconds spent inside ``with``, summed up."""
@@ -57,6 +59,7 @@ class Progress:
 
     def at(self, phase: str, step: int = 0) -> None:
         self.phase, self.step, self.since = phase, step, time.monotonic()
+        PULSE.beat()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,37 +10,24 @@ collective, which would time out between iterations.
 """
 
 import argparse
-import contextlib
 import os
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 import yaml
 
-from tasks.artifacts.errors import ObjectConflict
-from tasks.artifacts.store import PolicyStore
 from tasks.config import CampaignConfig, with_overrides
 from tasks.policy.launch import require_topology
-from tasks.policy.pool import POLL_SECONDS, UpdateAnswer, UpdateRequest, find_request
+from tasks.policy.pool import UpdateAnswer, UpdateRequest, await_request, put_answer
 from tasks.policy.process_group import process_group
+from tasks.policy.pulse import PULSE
 from tasks.policy.resident import Resident
 from tasks.policy.stopping import StopRequest, exit_on_sigterm
 from tasks.policy.update import update_on_ranks
 from tasks.session import open_store, run_store, say
-
-
-def await_request(root: PolicyStore, *, after: str) -> UpdateRequest:
-    """The next request that is not ``after`` and has no answer."""
-    while True:
-        request = find_request(root)
-        if request is not None and request.token != after:
-            if run_store(request.run).find_object(request.answer_key) is None:
-                return request
-            after = request.token
-        time.sleep(POLL_SECONDS)
 
 
 def is_common(token: str) -> bool:
@@ -57,17 +44,17 @@ def answer(request: UpdateRequest, resident: Resident) -> None:
         candidate = update_on_ranks(request.run, request.batch, request.policy, resident)
     except Exception as error:
         said = UpdateAnswer(error=f"{type(error).__name__} on rank {dist.get_rank()}: {error}")
-        with contextlib.suppress(ObjectConflict):
-            store.put_object(request.answer_key, said.model_dump_json().encode())
+        put_answer(store, request.token, said)
         raise
     if dist.get_rank() == 0:
-        said = UpdateAnswer(candidate=candidate)
-        store.put_object(request.answer_key, said.model_dump_json().encode())
+        put_answer(store, request.token, UpdateAnswer(candidate=candidate))
 
 
-def follow(root: PolicyStore, stop: StopRequest, *, updates: int = 0) -> None:
-    """Answer one request after another; with ``updates``, only so many."""
-    first = await_request(root, after="")
+def follow(campaign: CampaignConfig, stop: StopRequest, *, updates: int = 0) -> None:
+    """Answer one request of the campaign after another; with ``updates``, only so many."""
+    is_speaker = os.environ["RANK"] == "0"
+    wait = partial(await_request, campaign, open_store(campaign, campaign.name), is_speaker=is_speaker)
+    first = wait(after="")
     config, done, count = first.run.config, "", 0
     require_topology(config)
     with process_group(config):
@@ -75,7 +62,7 @@ def follow(root: PolicyStore, stop: StopRequest, *, updates: int = 0) -> None:
         if dist.get_rank() == 0:
             say("trainer", f"{dist.get_world_size()} ranks follow {config.name}")
         while not updates or count < updates:
-            request = await_request(root, after=done)
+            request = wait(after=done)
             if not is_common(request.token):
                 continue
             if request.run.config.train != config.train:
@@ -92,13 +79,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", type=Path, required=True, help="the campaign's YAML")
     parser.add_argument("--store", help="replaces checkpoint.store")
     parser.add_argument("--campaign", help="replaces name")
+    parser.add_argument("--pulse", type=Path, help="file that is touched whenever the ranks move")
     options = parser.parse_args(arguments)
     config = CampaignConfig.model_validate(yaml.safe_load(options.config.read_text()))
     config = with_overrides(config, name=options.campaign, checkpoint__store=options.store)
     if "RANK" not in os.environ:
         raise SystemExit("tasks.policy.standing must be started by torchrun, got no RANK.")
+    PULSE.path = options.pulse
     with exit_on_sigterm(grace_seconds=config.train.grace_seconds) as stop:
-        follow(open_store(config, config.name), stop)
+        follow(config, stop)
     return 0
 
 
