@@ -60,6 +60,7 @@ def open_store(config: CampaignConfig, campaign: str) -> "PolicyStore":
         port=config.checkpoint.port,
         cache=folder or (store_folder(config) / "cache" if local else None),
         cache_bytes=int(checkpoint.cache_gb * 2**30),
+        fetch=checkpoint.fetch,
         num_threads=TRANSFER_THREADS,
     )
 

@@ -88,17 +88,23 @@ def bench_steps(options: argparse.Namespace) -> None:
 def measure_patch(folder: Path, kind: str, number: int, model: PreTrainedModel, threads: int) -> None:
     from safetensors.torch import load_file
 
-    from tasks.artifacts.patch import apply_patch, make_patch
+    from tasks.artifacts.content import FileContent
+    from tasks.artifacts.patch import apply_patches, make_patch
 
     old, new = load_file(folder / "old"), rounded(model)
     changed = sum(int((old[n].view(torch.int16) != new[n].view(torch.int16)).sum()) for n in new)
     share = changed / sum(tensor.numel() for tensor in new.values())
     save_file(new, folder / "new")
     size = (folder / "new").stat().st_size
-    makes, made = timed(lambda: make_patch(folder / "old", folder / "new", folder / "p", num_threads=threads))
-    patch = (folder / "p").stat().st_size if made else size
-    shutil.copyfile(folder / "old", folder / "rebuilt")
-    applies, _ = timed(lambda: apply_patch(folder / "p", folder / "rebuilt", num_threads=threads))
+    with FileContent(folder / "new") as content, (folder / "old").open("rb") as base:
+        makes, made = timed(
+            lambda: make_patch(folder / "old", content, folder / "p", num_threads=threads, max_share=2.0)
+        )
+        assert made
+        applies, _ = timed(
+            lambda: apply_patches([folder / "p"], base, folder / "rebuilt", num_threads=threads)
+        )
+    patch = (folder / "p").stat().st_size
     is_equal = (folder / "rebuilt").read_bytes() == (folder / "new").read_bytes()
     reloaded, live = load_file(folder / "rebuilt"), dict(model.named_parameters())
     is_same = all(torch.equal(reloaded[n].to(p.device), p.detach().bfloat16()) for n, p in live.items())
@@ -111,11 +117,13 @@ def measure_patch(folder: Path, kind: str, number: int, model: PreTrainedModel, 
 
 def bench_stall(options: argparse.Namespace) -> None:
     """Snapshots of a policy and its optimizer between steps; the last one's weights are loaded again."""
+    from policies import write_shard
+
     from tasks.policy.dispatch import LocalDispatcher
     from tasks.policy.model import load_policy
     from tasks.policy.trainer import make_optimizer
     from tasks.policy.upload import named_tensors, reserved_arena
-    from tasks.policy.weights import CONFIG, write_index, write_shard
+    from tasks.policy.weights import CONFIG, write_index
 
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder, again = Path(name), Path(name) / "again"

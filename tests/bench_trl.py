@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 from loop import Loop, two_digits
+from policies import write_shard
 from transformers import AutoModelForCausalLM, TrainerCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
 from tasks.config import CampaignConfig
 from tasks.environments.scoring import judge
 from tasks.policy.update import learning_rate
-from tasks.policy.weights import disk_tensors, write_index, write_shard
+from tasks.policy.weights import disk_tensors, write_index
 
 REACHED = 0.9
 

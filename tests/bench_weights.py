@@ -27,6 +27,8 @@ from publishing import manifest
 from served import GB_A_LAYER, SMALL, await_gate, dtype_of, gigabytes, make_policy, save_tokenizer
 
 from tasks.artifacts import cache
+from tasks.artifacts.content import FileContent
+from tasks.artifacts.manifest import StoredFile
 from tasks.artifacts.store import PolicyStore, open_store
 from tasks.engine import sglang
 from tasks.engine.sglang import Fleet
@@ -75,9 +77,7 @@ class Clock:
 
 CLOCK = Clock()
 CLOCK.timed(cache.Cache, "_fetch", "fetch and hash what travels")
-CLOCK.timed(cache.Cache, "_copy", "copy the base")
-CLOCK.timed(cache, "apply_patch", "apply")
-CLOCK.timed(cache, "_difference", "hash what was made")
+CLOCK.timed(cache, "apply_patches", "apply and hash")
 CLOCK.timed(sglang, "update", "SGLang reads")
 CLOCK.timed(sglang, "verify", "checks")
 
@@ -92,16 +92,17 @@ def step(model: torch.nn.Module) -> None:
         parameter.copy_(parameter.float() + rounding + moved)
 
 
+def put(store: PolicyStore, path: Path, parent: dict[str, Any]) -> StoredFile:
+    before = parent.get(path.name) if path.suffix == ".safetensors" else None
+    with FileContent(path) as content:
+        return store.put_patched(content, before, full_every=10)
+
+
 def publish(store: PolicyStore, folder: Path, version: int, parent: dict[str, Any]) -> dict[str, Any]:
     """The folder as the next version, its tensor files as what changed since ``parent``."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     with ThreadPoolExecutor(THREADS) as pool:
-        stored = pool.map(
-            lambda path: store.put_patched(
-                path, parent.get(path.name) if path.suffix == ".safetensors" else None, full_every=10
-            ),
-            paths,
-        )
+        stored = pool.map(lambda path: put(store, path, parent), paths)
         files = dict(zip([path.name for path in paths], stored, strict=True))
     store.commit(manifest(store, version, files))
     return files

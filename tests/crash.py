@@ -79,7 +79,7 @@ class Moments:
         for name in ("put_work", "lease", "publish", "settle", "exchange_rollouts", "drop"):
             self.wrap(ExperienceBuffer, name, f"buffer {name}")
         for owner, name in (
-            (epoch, "train_minibatch"), (HostArena, "take"), (weights, "write_shard"),
+            (epoch, "train_minibatch"), (HostArena, "take"), (weights, "digest_tensors"),
             (PolicyStore, "put_patched"), (ShardUpload, "start"), (ShardUpload, "finish"),
             (PolicyStore, "commit"),
             (PolicyStore, "_advance"), (EmbeddedEngine, "generate"), (EmbeddedEngine, "load"),

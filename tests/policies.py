@@ -1,9 +1,14 @@
 """Tiny policies on disk for tests, built once a session folder."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from torch import Tensor
+
 from tasks.policy.model import build_random
+from tasks.policy.serialized import TensorFile
 from tasks.policy.tokenizer import character_tokenizer
+from tasks.policy.weights import Shard, shard_name
 
 SHAPE = {
     "num_layers": 2,
@@ -43,3 +48,16 @@ def save_tiny_policy(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def write_shard(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], rank: int, num_ranks: int, *, stem: str = "model"
+) -> Shard:
+    """A rank's tensors in a file of their own, as a version has them."""
+    named = dict(tensors)
+    content = TensorFile(named, require_unchanged=lambda: None)
+    name = shard_name(rank, num_ranks, stem=stem)
+    with (folder / name).open("wb") as file:
+        while (at := file.tell()) < content.size:
+            file.write(content.read(at, content.size))
+    return Shard(file_name=name, num_bytes={name: tensor.nbytes for name, tensor in named.items()})

@@ -3,6 +3,7 @@
 What these tests cannot see: Amazon S3 itself (its 409 answer is imitated), and a lost disk.
 """
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -18,9 +19,10 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
+from botocore.exceptions import ClientError
 from publishing import failure, manifest, publish, respond
 
-from tasks.artifacts.content import digests_of, digests_of_bytes
+from tasks.artifacts.content import BytesContent, digests_of, digests_of_bytes
 from tasks.artifacts.errors import CorruptArtifact, StoreError, VersionConflict
 from tasks.artifacts.manifest import Blob
 from tasks.artifacts.store import EMBEDDED_BUCKET, PolicyStore, open_store
@@ -135,22 +137,41 @@ def test_many_killed_publishers_leave_whole_versions_only(
     kill_publishers(policy_store, store_folder, 40)
 
 
+@pytest.mark.parametrize("size", [6, (17 << 20)])
 def test_a_file_that_changes_while_it_is_stored_is_refused_and_leaves_no_wrong_blob(
-    policy_store: PolicyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy_store: PolicyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    path = tmp_path / "weights.bin"
-    path.write_bytes(b"before")
+    """The server itself refuses one request whose body is not what was announced; of parts it sees each."""
+    path, before = tmp_path / "weights.bin", os.urandom(size)
+    path.write_bytes(before)
     upload = policy_store.bucket.upload
     with monkeypatch.context() as patch:
-        patch.setattr(
-            policy_store.bucket, "upload", lambda path, key: (path.write_bytes(b"after!"), upload(path, key))
-        )
+        patch.setattr(policy_store.bucket, "upload", lambda *a: (path.write_bytes(bytes(size)), upload(*a)))
         with pytest.raises(ValueError, match="must not change while it is stored"):
             policy_store.put_file(path)
-    path.write_bytes(b"before")
+    path.write_bytes(before)
     blob = policy_store.put_file(path)
     policy_store.commit(manifest(policy_store, 0, {"weights.bin": blob}))
-    assert (policy_store.pull(0) / "weights.bin").read_bytes() == b"before"
+    assert (policy_store.pull(0) / "weights.bin").read_bytes() == before
+
+
+def test_a_body_that_is_not_what_its_signed_checksum_says_is_refused(policy_store: PolicyStore) -> None:
+    """Bodies are not signed themselves: the checksum's header is, and the server compares."""
+    known = digests_of_bytes(b"announced")
+    with pytest.raises(ClientError, match="BadDigest"):
+        policy_store.bucket.upload(BytesContent(b"something"), "x", known)
+    client, where = policy_store.bucket._client, {"Bucket": EMBEDDED_BUCKET, "Key": "y"}
+    upload = client.create_multipart_upload(**where, ChecksumAlgorithm="SHA256")["UploadId"]
+    checksum = base64.b64encode(bytes.fromhex(known.sha256)).decode()
+    with pytest.raises(ClientError, match="BadDigest"):
+        client.upload_part(**where, UploadId=upload, PartNumber=1, Body=b"something", ChecksumSHA256=checksum)
+    seen = []
+    client.meta.events.register("before-send.s3.PutObject", lambda request, **_: seen.append(request))
+    policy_store.bucket.upload(BytesContent(b"announced"), "x", known)
+    headers = seen[-1].headers
+    assert headers["X-Amz-Content-SHA256"] in (b"UNSIGNED-PAYLOAD", "UNSIGNED-PAYLOAD")
+    signed = str(headers["Authorization"]).split("SignedHeaders=")[1].split(",")[0]
+    assert "x-amz-checksum-sha256" in signed.split(";")
 
 
 @pytest.mark.parametrize("content", [b"other of this", b"short"])
@@ -267,10 +288,10 @@ def test_a_server_without_disk_says_so_after_its_retries(
     monkeypatch.setattr("botocore.endpoint.time.sleep", lambda seconds: None)
     asked = []
     respond(policy_store, "*", lambda request: asked.append(request) or failure(500, "InternalError"))
-    (tmp_path / "weights.bin").write_bytes(b"w" * 10)
     with pytest.raises(StoreError, match=r"500 InternalError.* disk is full") as caught:
         if in_parts:
-            policy_store.bucket.upload(tmp_path / "weights.bin", "x")
+            content = BytesContent(b"w" * 10)
+            policy_store.bucket.upload(content, "x", digests_of(content))
         else:
             policy_store.put_object("x", b"x")
     assert caught.value.reason == "unavailable"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from campaigns import SMALL, run, start, wait_for
 from families import saved, tiny_policy
+from policies import write_shard
 from publishing import manifest
 from ranks import run_ranks
 from test_packing import rows
@@ -27,7 +28,7 @@ from tasks.policy.model import load_policy
 from tasks.policy.reading import read_rows
 from tasks.policy.shards import whole_tensor
 from tasks.policy.trainer import make_optimizer
-from tasks.policy.weights import disk_tensors, tensor_digest, write_index, write_shard
+from tasks.policy.weights import disk_tensors, tensor_digest, write_index
 from tasks.records import CampaignRun
 from tasks.train_config import TrainConfig
 

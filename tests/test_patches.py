@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +21,11 @@ from tasks.artifacts.changes import (
     unzigzag,
     zigzag,
 )
+from tasks.artifacts.content import FileContent
 from tasks.artifacts.errors import CorruptArtifact
 from tasks.artifacts.manifest import Blob, Manifest, PatchedBlob
-from tasks.artifacts.patch import apply_patch, changed_tensors, make_patch
+from tasks.artifacts.patch import apply_patches, changed_tensors
+from tasks.artifacts.patch import make_patch as make_patch_of
 from tasks.artifacts.store import PolicyStore, open_store
 
 
@@ -33,10 +34,20 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return path
 
 
+def make_patch(base: Path, new: Path, patch: Path, **options) -> bool:
+    with FileContent(new) as content:
+        return make_patch_of(base, content, patch, **options)
+
+
+def put_patched(store: PolicyStore, path: Path, parent, **options) -> Blob | PatchedBlob:
+    with FileContent(path) as content:
+        return store.put_patched(content, parent, **options)
+
+
 def rebuilt(base: Path, patch: Path) -> bytes:
     target = base.with_name("rebuilt")
-    shutil.copyfile(base, target)
-    apply_patch(patch, target, num_threads=2)
+    with base.open("rb") as file:
+        apply_patches([patch], file, target, num_threads=2, is_checked=True)
     return target.read_bytes()
 
 
@@ -203,7 +214,7 @@ def chain(policy_store: PolicyStore, tmp_path: Path) -> list[bytes]:
     tensors, parent, contents = dense(), None, []
     for version in range(6):
         path = write(tmp_path / "model.safetensors", tensors)
-        stored = policy_store.put_patched(path, parent, full_every=4)
+        stored = put_patched(policy_store, path, parent, full_every=4)
         policy_store.commit(manifest(policy_store, version, {path.name: stored}))
         contents.append(path.read_bytes())
         parent, tensors = stored, flipped(tensors, version)
@@ -257,7 +268,7 @@ def test_an_unchanged_shard_is_not_sent_again(policy_store, chain, tmp_path, mon
     (tmp_path / "same.safetensors").write_bytes(chain[3])
     monkeypatch.setattr(policy_store.bucket, "upload", lambda *_: pytest.fail("sent"))
     parent = file_of(policy_store, 3)
-    assert policy_store.put_patched(tmp_path / "same.safetensors", parent, full_every=4) is parent
+    assert put_patched(policy_store, tmp_path / "same.safetensors", parent, full_every=4) is parent
 
 
 def test_how_a_file_is_stored_is_no_part_of_what_a_version_is(policy_store, chain, tmp_path):
@@ -299,7 +310,7 @@ def test_a_damaged_base_is_found_in_a_tensor_that_no_patch_touches(policy_store,
     tensors, parent = dense(num=2), None
     for version in range(2):
         path = write(tmp_path / "model.safetensors", tensors)
-        parent = policy_store.put_patched(path, parent, full_every=4)
+        parent = put_patched(policy_store, path, parent, full_every=4)
         policy_store.commit(manifest(policy_store, version, {path.name: parent}))
         tensors = tensors | {"layer.0": flipped(tensors, version)["layer.0"]}
     content = path.read_bytes()
@@ -320,7 +331,7 @@ def test_random_histories_are_rebuilt_from_any_cache(policy_store, store_folder,
     rng, tensors, parent, contents = random.Random(4), dense(num=2, size=5000), None, []
     for version in range(12):
         path = write(tmp_path / "model.safetensors", tensors)
-        parent = policy_store.put_patched(path, parent, full_every=rng.choice([1, 3, 8]))
+        parent = put_patched(policy_store, path, parent, full_every=rng.choice([1, 3, 8]))
         policy_store.commit(manifest(policy_store, version, {path.name: parent}))
         contents.append(path.read_bytes())
         tensors = flipped(tensors, rng.randrange(50)) if rng.random() < 0.8 else dense(version, 2, 5000)

@@ -11,6 +11,7 @@ from publishing import manifest, publish
 from test_patches import dense, flipped, write
 
 from tasks.artifacts import versions
+from tasks.artifacts.content import FileContent
 from tasks.artifacts.errors import NotFound, Retired
 from tasks.artifacts.manifest import stored_objects
 from tasks.artifacts.retention import Keep, carry_out, hold, plan_retention, reasons_to_keep, release
@@ -25,7 +26,8 @@ def publish_chain(store: PolicyStore, folder: Path, number: int) -> None:
     tensors, parent = dense(num=2, size=20_000), None
     for version in range(number):
         path = write(folder / "model.safetensors", tensors)
-        parent = store.put_patched(path, parent, full_every=4)
+        with FileContent(path) as content:
+            parent = store.put_patched(content, parent, full_every=4)
         store.commit(manifest(store, version, {path.name: parent}))
         score = {"version": version, "exact_sampled": 1.0 - abs(version - 2) / 10}
         store.put_object(f"evaluations/{version:06d}-c.json", json.dumps(score).encode())

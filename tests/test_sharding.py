@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import saved, tiny_policy, token_ids
+from policies import write_shard
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -32,7 +33,6 @@ from tasks.policy.weights import (
     optimizer_tensors,
     tensor_digest,
     write_index,
-    write_shard,
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32

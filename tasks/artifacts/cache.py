@@ -6,28 +6,34 @@
 
 One process makes a file, under its lock; the others wait for it. A file that is stored as patches is made
 from the newest content of its chain that is here: a reader of version v fetches only what changed in v + 1,
-one that has nothing fetches the full file and every patch. What is made is verified whole, whatever it was
-made from. ``limit_bytes`` bounds the contents: the folder that was not used for the longest time goes first,
-and none that is leased; leases are locks, so a killed reader holds none. A disk that is full is handled the
-same way, then named.
+one that has nothing fetches the full file and every patch; where the file is stored whole as well, the cache
+takes the way that is faster by its own measurements (``rates.py``). What is made is verified whole, whatever
+it was made from. ``limit_bytes`` bounds the contents: the folder that was not used for the longest time goes
+first, and none that is leased; leases are locks, so a killed reader holds none. A disk that is full is
+handled the same way, then named.
 """
 
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from tasks.artifacts.client import Bucket
-from tasks.artifacts.content import difference, digests_of, hashed, new_hash
+from tasks.artifacts.content import Hash, difference, digests_of, hashed, new_hash
 from tasks.artifacts.download import WrongSize
 from tasks.artifacts.errors import CacheFull, CorruptArtifact
 from tasks.artifacts.manifest import Blob, PatchedBlob, StoredFile
-from tasks.artifacts.patch import apply_patch
+from tasks.artifacts.patch import apply_patches
+from tasks.artifacts.rates import Choice, Fetch, Rates
+from tasks.session import say
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,10 +47,21 @@ class Received:
 
 
 class Cache:
-    def __init__(self, folder: Path, bucket: Bucket, *, limit_bytes: int = 0, num_threads: int = 4) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        bucket: Bucket,
+        *,
+        limit_bytes: int = 0,
+        fetch: Fetch = "measured",
+        num_threads: int = 4,
+    ) -> None:
         self.folder = folder.expanduser().resolve()
         self.received = Received()
+        of_store = hashlib.sha256(bucket.address.encode()).hexdigest()[:16]
+        self.rates = Rates(self.folder / "rates" / f"{of_store}.json")
         self._bucket = bucket
+        self._fetch_by: Fetch = fetch
         self._limit_bytes = limit_bytes
         self._num_threads = num_threads
         self._counting = threading.Lock()
@@ -132,18 +149,40 @@ class Cache:
         partial.replace(path)
 
     def _fill(self, name: str, file: StoredFile, partial: Path) -> None:
-        if isinstance(file, Blob):
-            self._fetch(name, file, partial)
-            with self._counting:
-                self.received.full_bytes += file.size
-                self.received.full_files += 1
+        whole = file if isinstance(file, Blob) else self._chosen(name, file)
+        if whole is None:
+            assert isinstance(file, PatchedBlob)
+            return self._rebuild(name, file, partial)
+        self._fetch(name, whole, partial)
+        with self._counting:
+            self.received.full_bytes += file.size
+            self.received.full_files += 1
+
+    def _chosen(self, name: str, file: PatchedBlob) -> Blob | None:
+        """The file's whole object, if that is there and the way to take; said, since there was a choice."""
+        if file.whole is None:
+            return None
+        contents = [file.full.sha256, *(patch.sha256 for patch in file.patches[:-1])]
+        held = next((i for i in reversed(range(len(contents))) if self._path(contents[i]).exists()), None)
+        if held is None and self._fetch_by != "patches":
+            choice = Choice(is_whole=True, reason="none of its parents is here")
         else:
-            self._rebuild(name, file, partial)
+            patches = file.patches[held or 0 :]
+            choice = self.rates.choose(
+                self._fetch_by,
+                size=file.size,
+                patch_bytes=sum(patch.blob.size for patch in patches),
+                num_patches=len(patches),
+            )
+        how = "whole" if choice.is_whole else "as patches"
+        say("fetch", f"{name}, {file.size / 1e6:,.1f} MB, {how}: {choice.reason}")
+        return file.whole if choice.is_whole else None
 
     def _fetch(self, name: str, blob: Blob, partial: Path) -> None:
         """Fetch an object and verify it. If its version is gone, another of the key will do: the content
         names the key, and two that stored it at once left an old one, which the bucket's lifecycle rule
         removes."""
+        start = time.monotonic()
         try:
             tries = (
                 self._bucket.download(blob.key, v, partial, size=blob.size, new_hash=lambda: new_hash(blob))
@@ -158,6 +197,7 @@ class Cache:
                     f"file {name} must exist as {blob.key}, version {blob.version_id}, got none."
                 )
             wrong = difference(found, blob)
+            self.rates.transferred(blob.size, time.monotonic() - start)
         if wrong:
             partial.unlink(missing_ok=True)
             raise CorruptArtifact(
@@ -166,27 +206,45 @@ class Cache:
             )
 
     def _rebuild(self, name: str, file: PatchedBlob, partial: Path) -> None:
-        """From the newest content of the chain that is here, in a copy of it."""
+        """From the newest content of the chain that is here."""
         contents = [file.full.sha256, *(patch.sha256 for patch in file.patches)]
-        first = next((i for i in reversed(range(len(contents) - 1)) if self._copy(contents[i], partial)), -1)
-        if first < 0:
-            with self._verified(name, file.full) as full:
-                shutil.copyfile(full, partial)
-            first = 0
-        fetched = partial.with_suffix(".patch")
-        try:
-            for patch in file.patches[first:]:
-                self._fetch(f"{name} (patch)", patch.blob, fetched)
-                with self._counting:
-                    self.received.patch_bytes += patch.blob.size
-                    self.received.patches += 1
-                apply_patch(fetched, partial, num_threads=self._num_threads)
-        except CorruptArtifact as error:
-            raise self._blamed(name, contents[first], error) from error
-        finally:
-            fetched.unlink(missing_ok=True)
-        if wrong := _difference(partial, file):
-            raise self._blamed(name, contents[first], CorruptArtifact(f"it has {wrong}"))
+        fetched: list[Path] = []
+        first, base = self._base(name, file, contents)
+        with base:
+            try:
+                for number, patch in enumerate(file.patches[first:]):
+                    fetched.append(partial.with_suffix(f".{number}.patch"))
+                    self._fetch(f"{name} (patch)", patch.blob, fetched[-1])
+                    with self._counting:
+                        self.received.patch_bytes += patch.blob.size
+                        self.received.patches += 1
+                found, start = new_hash(file), time.monotonic()
+                self._apply(fetched, base, partial, found)
+                self.rates.applied(len(fetched) * file.size, time.monotonic() - start)
+                if wrong := difference(found, file):
+                    self._apply(fetched, base, partial, None)  # names the tensor, if a patch is at fault
+                    raise CorruptArtifact(f"it has {wrong}")
+            except CorruptArtifact as error:
+                raise self._blamed(name, contents[first], error) from error
+            finally:
+                for path in fetched:
+                    path.unlink(missing_ok=True)
+
+    def _apply(self, patches: list[Path], base: BinaryIO, partial: Path, found: Hash | None) -> None:
+        apply_patches(
+            patches, base, partial, num_threads=self._num_threads, found=found, is_checked=found is None
+        )
+
+    def _base(self, name: str, file: PatchedBlob, contents: list[str]) -> tuple[int, BinaryIO]:
+        """Which content of the chain a file is made from, and that content, open: it may be evicted now."""
+        for number in reversed(range(len(contents) - 1)):
+            with contextlib.suppress(FileNotFoundError):
+                path = self._path(contents[number])
+                base = path.open("rb")
+                os.utime(path)
+                return number, base
+        with self._verified(name, file.full) as full:
+            return 0, full.open("rb")
 
     def _blamed(self, name: str, base: str, error: CorruptArtifact) -> CorruptArtifact:
         """Which of the two is damaged: the cached content it was made from, or what is stored."""
@@ -198,15 +256,6 @@ class Cache:
                 "It was removed from the cache: pull again. If it comes back, the disk is failing."
             )
         return CorruptArtifact(f"file {name} must be rebuilt to its published content, got: {error}")
-
-    def _copy(self, digest: str, partial: Path) -> bool:
-        try:
-            shutil.copyfile(self._path(digest), partial)
-        except FileNotFoundError:
-            return False
-        partial.chmod(0o644)
-        os.utime(self._path(digest))
-        return True
 
     def _contents(self) -> Iterator[tuple[Path, os.stat_result]]:
         for path in self.folder.glob("sha256/??/*"):

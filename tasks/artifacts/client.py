@@ -15,12 +15,11 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import boto3
 import botocore.loaders
 import botocore.session
-from boto3.exceptions import Boto3Error
-from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -29,9 +28,10 @@ from botocore.exceptions import (
     PartialCredentialsError,
 )
 
-from tasks.artifacts.content import Hash
+from tasks.artifacts.content import Content, Digests, Hash
 from tasks.artifacts.download import BROKEN, download
 from tasks.artifacts.errors import StoreError
+from tasks.artifacts.sending import send, sign_checksums_only
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 5
@@ -44,7 +44,7 @@ _UNAVAILABLE = (
     "server.log in the store's folder. Amazon S3: try again later."
 )
 _LOADER = botocore.loaders.create_loader()  # one cache of S3's description: 8 ms a client instead of 50 ms
-_ERRORS = (ClientError, BotoCoreError, Boto3Error)
+_ERRORS = (ClientError, BotoCoreError)
 _CREDENTIAL_CODES = {
     "AccessDenied",
     "ExpiredToken",
@@ -94,9 +94,11 @@ def make_client(*, endpoint_url: str, access_key: str, secret_key: str, num_thre
     # A session of its own: boto3's default one is not thread-safe and keeps the first credentials it saw.
     session = botocore.session.Session()
     session.register_component("data_loader", _LOADER)
-    return boto3.Session(botocore_session=session).client(
+    client = boto3.Session(botocore_session=session).client(
         "s3", endpoint_url=endpoint_url or None, config=config, **keys
     )
+    sign_checksums_only(client)
+    return client
 
 
 class Bucket:
@@ -105,13 +107,16 @@ class Bucket:
     For the embedded server connecting starts it, so one that crashed comes back.
     """
 
-    def __init__(self, connect: Callable[[], Any], name: str, *, is_custom: bool, num_threads: int) -> None:
+    def __init__(self, connect: Callable[[], Any], name: str, *, num_threads: int) -> None:
         self.name = name
         self._connect = connect
         self._client = connect()
         self._num_threads = num_threads
-        # With a custom endpoint the CRT client would talk to AWS all the same (boto3 passes it no endpoint).
-        self._engine = "classic" if is_custom else "auto"
+
+    @property
+    def address(self) -> str:
+        """Host and bucket; an embedded server's port is another one each time."""
+        return f"{urlsplit(self._client.meta.endpoint_url).hostname}/{self.name}"
 
     def require_versioning(self) -> None:
         answer = self._call(
@@ -214,15 +219,20 @@ class Bucket:
             lambda: self._client.delete_object(Bucket=self.name, Key=key, VersionId=marker),
         )
 
-    def upload(self, path: Path, key: str) -> None:
-        """Store a file in parallel parts. Unconditionally, since the transfer manager takes no condition: of
-        two that store it at once the first may end as an old version of the key."""
-        config = self._transfer_config(path.stat().st_size)
-        extra = {"ChecksumAlgorithm": "SHA256"}
+    def upload(self, content: Content, key: str, known: Digests) -> None:
+        """Store a content in parallel parts, unconditionally."""
         self._call(
             "write",
             key,
-            lambda: self._client.upload_file(str(path), self.name, key, ExtraArgs=extra, Config=config),
+            lambda: send(
+                self._client,
+                self.name,
+                key,
+                content,
+                known,
+                part_bytes=part_bytes(content.size),
+                num_threads=self._num_threads,
+            ),
         )
 
     def download(
@@ -276,26 +286,18 @@ class Bucket:
             if not page.get("IsTruncated"):
                 return
 
-    def _transfer_config(self, size: int) -> TransferConfig:
-        return TransferConfig(
-            multipart_threshold=part_bytes(size),
-            multipart_chunksize=part_bytes(size),
-            max_concurrency=self._num_threads,
-            preferred_transfer_client=self._engine,
-        )
-
     def _call(self, verb: str, key: str, request: Callable[[], T]) -> T:
         """Make a request; once more, over a new connection, if the first one broke."""
         try:
             return request()
         except _ERRORS as error:
-            if not isinstance(_unwrapped(error), BROKEN):
-                raise self._explained(verb, key, _unwrapped(error)) from error
+            if not isinstance(error, BROKEN):
+                raise self._explained(verb, key, error) from error
         self._client = self._connect()
         try:
             return request()
         except _ERRORS as error:
-            raise self._explained(verb, key, _unwrapped(error)) from error
+            raise self._explained(verb, key, error) from error
 
     def _explained(self, verb: str, key: str, error: Exception) -> Exception:
         """The error of a store that cannot serve; any other error unchanged."""
@@ -320,12 +322,6 @@ class Bucket:
             return error
         text = f"the store must {verb} s3://{self.name}/{key}, got {got}. {advice}"
         return StoreError(text, reason=reason)
-
-
-def _unwrapped(error: Exception) -> Exception:
-    """The transfer manager hides S3's own answer in an error of its class."""
-    cause = error.__cause__ or error.__context__
-    return cause if isinstance(error, Boto3Error) and isinstance(cause, Exception) else error
 
 
 def _status(error: ClientError) -> int:

@@ -60,7 +60,7 @@ def download(
         with ThreadPoolExecutor(min(num_threads, len(ranges))) as pool:
             parts = [(start, stop, pool.submit(fetch, start, stop)) for start, stop in ranges]
             try:
-                _hash(fd, parts, found)
+                hash_in_order(fd, parts, found)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -87,7 +87,8 @@ def _fetch(get: Callable[..., dict[str, Any]], fd: int, start: int, stop: int, s
             at, piece = at + written, piece[written:]
 
 
-def _hash(fd: int, parts: Iterable[tuple[int, int, Future[None]]], found: Hash) -> None:
+def hash_in_order(fd: int, parts: Iterable[tuple[int, int, Future[None]]], found: Hash) -> None:
+    """Hash a file behind those who write its parts."""
     buffer = memoryview(bytearray(PIECE_BYTES))
     for at, stop, part in parts:
         part.result()

@@ -99,7 +99,7 @@ def diff(store: "PolicyStore", old: int, new: int) -> dict[str, Any]:
         "files": {kind: found for kind, found in content.items() if found},
         "metrics": metrics,
         "evaluations": _pair(*scores),
-        "bytes_to_fetch": added_bytes(after, before),
+        "bytes_to_fetch": added_bytes(_as_patches(after), before),
     }
 
 
@@ -144,6 +144,15 @@ def _require_complete(folder: Path) -> None:
             f"an export must hold the tensors of its index, got missing {sorted(listed - found)[:8]}, "
             f"unexpected {sorted(found - listed)[:8]}. The version is incomplete: use another one."
         )
+
+
+def _as_patches(manifest: Manifest) -> Manifest:
+    """Without what is stored whole beside its patches."""
+    one_way = {
+        name: file.model_copy(update={"whole": None}) if isinstance(file, PatchedBlob) else file
+        for name, file in manifest.files.items()
+    }
+    return manifest.model_copy(update={"files": one_way})
 
 
 def _objects(manifest: Manifest) -> Iterable[Any]:

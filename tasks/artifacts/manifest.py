@@ -47,6 +47,8 @@ class PatchedBlob(BaseModel):
     size: int = Field(ge=0)
     full: Blob
     patches: tuple[Patch, ...] = Field(min_length=1)
+    whole: Blob | None = None
+    """The content itself, where it was stored beside: a reader takes the way that is faster for it."""
 
     @model_validator(mode="after")
     def _the_last_patch_makes_the_content(self) -> Self:
@@ -54,6 +56,11 @@ class PatchedBlob(BaseModel):
             raise ValueError(
                 f"patches must end in the content sha256 {self.sha256} of {self.size} bytes, got "
                 f"{self.patches[-1].sha256} from {self.full.size} bytes."
+            )
+        if self.whole is not None and (self.whole.sha256, self.whole.size) != (self.sha256, self.size):
+            raise ValueError(
+                f"whole must be the content sha256 {self.sha256} of {self.size} bytes, got "
+                f"{self.whole.sha256} of {self.whole.size}."
             )
         return self
 
@@ -63,7 +70,10 @@ StoredFile = Blob | PatchedBlob
 
 def stored_objects(file: StoredFile) -> tuple[Blob, ...]:
     """Everything in the store that the file is made of."""
-    return (file,) if isinstance(file, Blob) else (file.full, *(patch.blob for patch in file.patches))
+    if isinstance(file, Blob):
+        return (file,)
+    beside = () if file.whole is None else (file.whole,)
+    return (file.full, *(patch.blob for patch in file.patches), *beside)
 
 
 class DataCursor(BaseModel):

@@ -8,10 +8,12 @@ weights, and those by one unit in the last place. What is rebuilt is equal bit f
 """
 
 import json
+import os
 import re
 import struct
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -22,11 +24,14 @@ import zstandard
 from numpy.typing import NDArray
 
 from tasks.artifacts.changes import decode, encode
+from tasks.artifacts.content import Content, Hash
+from tasks.artifacts.download import hash_in_order
 from tasks.artifacts.errors import CorruptArtifact
 
 MAGIC = b"MOEPATCH"
 BLOCK_BYTES = 16 << 20
-"""Of a tensor, compared and compressed together; a thread holds a few times as much."""
+"""Of a tensor, compared and compressed together; a thread holds a few times as much. Part of the format: in
+the patches of one chain blocks are the same or apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,23 +45,35 @@ class Block:
     """Bytes of an element."""
 
 
-def make_patch(base: Path, new: Path, patch: Path, *, num_threads: int, max_share: float = 0.5) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What one patch has for one block."""
+
+    entry: dict[str, Any]
+    data: NDArray[np.uint8]
+    """The whole patch."""
+    offset: int
+    """Of the block's streams in it."""
+    name: str
+
+
+def make_patch(base: Path, new: Content, patch: Path, *, num_threads: int, max_share: float = 0.5) -> bool:
     """Write what turns ``base`` into ``new``; False, and nothing is written, if that is not worth while.
 
     It is not where the layouts differ, or where the patch would exceed ``max_share`` of the file.
     """
-    prefix = _prefix(new)
-    if new.stat().st_size != base.stat().st_size or prefix != _prefix(base):
+    prefix = _prefix(base)
+    if new.size != base.stat().st_size or prefix != bytes(_range(new, 0, len(prefix))):
         return False
-    old_bytes, new_bytes = np.memmap(base, np.uint8, "r"), np.memmap(new, np.uint8, "r")
+    old_bytes = np.memmap(base, np.uint8, "r")
     entries: list[dict[str, Any]] = []
-    left = int(max_share * len(new_bytes))
+    left = int(max_share * new.size)
     body = patch.with_name(f"{patch.name}.body")
     try:
         with body.open("wb") as file, ThreadPoolExecutor(num_threads) as pool:
 
             def work(block: Block) -> tuple[dict[str, Any], list[bytes]] | None:
-                return _encode(block, old_bytes, new_bytes)
+                return _encode(block, old_bytes, _range(new, block.start, block.stop))
 
             for window in _windows(blocks_of(prefix), 4 * num_threads):  # bounds what is held at a time
                 for done in filter(None, pool.map(work, window)):
@@ -66,27 +83,55 @@ def make_patch(base: Path, new: Path, patch: Path, *, num_threads: int, max_shar
                     left -= sum(map(len, streams))
                 if left < 0:
                     return False
-        _assemble(entries, len(new_bytes), body, patch)
+        _assemble(entries, new.size, body, patch)
     finally:
         body.unlink(missing_ok=True)
     return True
 
 
-def apply_patch(patch: Path, target: Path, *, num_threads: int) -> None:
-    """Turn ``target``, a copy of the file that the patch was made against, into the new file, in place."""
-    data = np.memmap(patch, np.uint8, "r")
-    header, offset = _header(patch, data)
-    out = np.memmap(target, np.uint8, "r+")
-    if header["size"] != len(out):
-        raise CorruptArtifact(f"{target} must have {header['size']} bytes for {patch.name}, got {len(out)}.")
-    starts = []
-    for entry in header["blocks"]:
-        starts.append(offset)
-        offset += sum(length for length, _ in entry["streams"])
-    with ThreadPoolExecutor(num_threads) as pool:
-        jobs = zip(header["blocks"], starts, strict=True)
-        list(pool.map(lambda job: _apply(job[0], data, job[1], out, patch.name), jobs))
-    out.flush()
+def apply_patches(
+    patches: Sequence[Path],
+    base: BinaryIO,
+    target: Path,
+    *,
+    num_threads: int,
+    found: Hash | None = None,
+    is_checked: bool = False,
+) -> None:
+    """Write what patches, oldest first, make of ``base``: each block is read, changed and written once.
+
+    Args:
+        base: an open file.
+        found: is fed what is written, in order and beside the writing.
+        is_checked: whether each block that a patch changed is compared with its SHA-256 there. It names the
+            tensor that is wrong; that nothing is, a hash of the whole says in a third of the time.
+    """
+    source = base.fileno()
+    size = os.fstat(source).st_size
+    changes = _changes(patches, size)
+    largest = max((stop - start for start, stop in changes), default=0)
+    local, room = threading.local(), max(largest, BLOCK_BYTES)
+    fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+    def make(start: int, stop: int) -> None:
+        if not hasattr(local, "block"):  # one a thread: memory that was touched before is much faster
+            local.block = np.empty(room, np.uint8)
+        block = local.block[: stop - start]
+        _read(source, block, start)
+        for change in changes.get((start, stop), ()):
+            _apply(change, block, is_checked=is_checked)
+        _write(fd, block, start)
+
+    try:
+        with ThreadPoolExecutor(num_threads) as pool:
+            parts = [(*ends, pool.submit(make, *ends)) for ends in _pieces(sorted(changes), size)]
+            try:
+                _finish(fd, parts, found)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    finally:
+        os.close(fd)
 
 
 def changed_tensors(patch: Path) -> list[str]:
@@ -124,15 +169,74 @@ def _windows(blocks: list[Block], size: int) -> Iterator[list[Block]]:
     yield from (blocks[i : i + size] for i in range(0, len(blocks), size))
 
 
-def _elements(data: NDArray[np.uint8], block: Block) -> NDArray[Any]:
-    return data[block.start : block.stop].view(f"<u{block.width}")
+def _changes(patches: Sequence[Path], size: int) -> dict[tuple[int, int], list[_Change]]:
+    """What the patches have for each block, oldest first."""
+    changes: dict[tuple[int, int], list[_Change]] = {}
+    for patch in patches:
+        data = np.memmap(patch, np.uint8, "r")
+        header, offset = _header(patch, data)
+        if header["size"] != size:
+            raise CorruptArtifact(f"a file must have {header['size']} bytes for {patch.name}, got {size}.")
+        for entry in header["blocks"]:
+            block = entry["start"], entry["stop"]
+            changes.setdefault(block, []).append(_Change(entry, data, offset, patch.name))
+            offset += sum(length for length, _ in entry["streams"])
+    return changes
+
+
+def _pieces(blocks: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """The whole file in order: blocks, and pieces of what lies between."""
+    at = 0
+    for start, stop in (*blocks, (size, size)):
+        if start < at:
+            raise ValueError(f"the blocks of patches must be the same or apart, got {at} behind {start}")
+        yield from ((a, min(a + BLOCK_BYTES, start)) for a in range(at, start, BLOCK_BYTES))
+        if start < stop:
+            yield start, stop
+        at = stop
+
+
+def _finish(fd: int, parts: list[tuple[int, int, Future[None]]], found: Hash | None) -> None:
+    if found is not None:
+        hash_in_order(fd, parts, found)
+    wait([part for _, _, part in parts])
+    for _, _, part in parts:
+        part.result()
+
+
+def _read(fd: int, block: NDArray[np.uint8], at: int) -> None:
+    while len(block):
+        number = os.preadv(fd, [block.data], at)
+        if not number:
+            raise CorruptArtifact(f"the base of a patch must not get shorter, got an end at {at}.")
+        at, block = at + number, block[number:]
+
+
+def _write(fd: int, block: NDArray[np.uint8], at: int) -> None:
+    while len(block):
+        number = os.pwrite(fd, block.data, at)
+        at, block = at + number, block[number:]
+
+
+def _range(content: Content, start: int, stop: int) -> NDArray[np.uint8]:
+    """A part of a content; as it lies, where it lies in one piece."""
+    piece = content.read(start, stop)
+    if len(piece) == stop - start:
+        return np.frombuffer(piece, np.uint8)
+    whole, at = np.empty(stop - start, np.uint8), 0
+    while at < len(whole):
+        whole[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        at += len(piece)
+        piece = content.read(start + at, stop) if at < len(whole) else b""
+    return whole
 
 
 def _encode(
-    block: Block, old_bytes: NDArray[np.uint8], new_bytes: NDArray[np.uint8]
+    block: Block, old_bytes: NDArray[np.uint8], new: NDArray[np.uint8]
 ) -> tuple[dict[str, Any], list[bytes]] | None:
     """The header's entry and the compressed streams of a block; None if nothing changed in it."""
-    how, raw = encode(_elements(old_bytes, block), _elements(new_bytes, block))
+    kind = f"<u{block.width}"
+    how, raw = encode(old_bytes[block.start : block.stop].view(kind), new.view(kind))
     if not raw:
         return None
     streams = [_compress(part.data) for part in raw]
@@ -142,25 +246,24 @@ def _encode(
         "stop": block.stop,
         "width": block.width,
         **how,
-        "sha256": sha256(new_bytes[block.start : block.stop].data).hexdigest(),
+        "sha256": sha256(new.data).hexdigest(),
         "streams": [(len(stream), len(part)) for stream, part in zip(streams, raw, strict=True)],
     }
     return entry, streams
 
 
-def _apply(
-    entry: dict[str, Any], data: NDArray[np.uint8], offset: int, out: NDArray[np.uint8], name: str
-) -> None:
-    block = Block(tensor=entry["tensor"], start=entry["start"], stop=entry["stop"], width=entry["width"])
+def _apply(change: _Change, block: NDArray[np.uint8], *, is_checked: bool) -> None:
+    entry = change.entry
     try:
-        decode(entry, _decompressed(entry["streams"], data, offset), _elements(out, block))
-        got = sha256(out[block.start : block.stop].data).hexdigest()
+        raw = _decompressed(entry["streams"], change.data, change.offset)
+        decode(entry, raw, block.view(f"<u{entry['width']}"))
+        got = sha256(block.data).hexdigest() if is_checked else entry["sha256"]
     except (OSError, ValueError, IndexError) as error:
         got = f"{type(error).__name__}: {error}"
     if got != entry["sha256"]:
         raise CorruptArtifact(
-            f"tensor {block.tensor} must have its published content after {name}, sha256 "
-            f"{entry['sha256'][:16]}, got {got} in bytes {block.start} to {block.stop}."
+            f"tensor {entry['tensor']} must have its published content after {change.name}, sha256 "
+            f"{entry['sha256'][:16]}, got {got} in bytes {entry['start']} to {entry['stop']}."
         )
 
 

@@ -13,7 +13,6 @@ lifecycle rule on the bucket frees the space (``configs/cluster/s3-lifecycle.jso
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from tasks.artifacts.cache import Cache
+from tasks.artifacts.chain import put_patched
 from tasks.artifacts.client import Bucket, back_off, make_client
-from tasks.artifacts.content import Digests, digests_of, digests_of_bytes
+from tasks.artifacts.content import BytesContent, Content, Digests, FileContent, digests_of
 from tasks.artifacts.errors import (
     CorruptArtifact,
     NotFound,
@@ -32,8 +32,8 @@ from tasks.artifacts.errors import (
     StoreError,
     VersionConflict,
 )
-from tasks.artifacts.manifest import Blob, Manifest, Patch, PatchedBlob, StoredFile
-from tasks.artifacts.patch import make_patch
+from tasks.artifacts.manifest import Blob, Manifest, StoredFile
+from tasks.artifacts.rates import Fetch
 from tasks.artifacts.version import PolicyVersion
 
 EMBEDDED_BUCKET = "moe-rl"
@@ -49,6 +49,7 @@ def open_store(
     port: int = 0,
     cache: Path | None = None,
     cache_bytes: int = 0,
+    fetch: Fetch = "measured",
     num_threads: int = 4,
 ) -> "PolicyStore":
     """The store at ``s3://bucket/prefix``, or in a folder: then an S3 server is found or started there.
@@ -64,7 +65,8 @@ def open_store(
     if not address.startswith("s3://"):
         folder = Path(address).expanduser().resolve()
         bucket = _embedded_bucket(address, folder, port=port, num_threads=num_threads)
-        local = Cache(cache or folder / "cache", bucket, limit_bytes=cache_bytes, num_threads=num_threads)
+        folder = cache or folder / "cache"
+        local = Cache(folder, bucket, limit_bytes=cache_bytes, fetch=fetch, num_threads=num_threads)
         return PolicyStore(bucket, "", campaign, cache=local, num_threads=num_threads)
     name, _, prefix = address.removeprefix("s3://").partition("/")
     if not name:
@@ -73,10 +75,10 @@ def open_store(
     def connect() -> Any:
         return make_client(endpoint_url=endpoint_url, access_key="", secret_key="", num_threads=num_threads)
 
-    bucket = Bucket(connect, name, is_custom=bool(endpoint_url), num_threads=num_threads)
+    bucket = Bucket(connect, name, num_threads=num_threads)
     bucket.require_versioning()
     folder = cache or Path.home() / ".cache" / "moe-rl"
-    local = Cache(folder, bucket, limit_bytes=cache_bytes, num_threads=num_threads)
+    local = Cache(folder, bucket, limit_bytes=cache_bytes, fetch=fetch, num_threads=num_threads)
     return PolicyStore(bucket, prefix.strip("/"), campaign, cache=local, num_threads=num_threads)
 
 
@@ -95,7 +97,7 @@ def _embedded_bucket(address: str, folder: Path, *, port: int, num_threads: int)
             num_threads=num_threads,
         )
 
-    bucket = Bucket(connect, EMBEDDED_BUCKET, is_custom=True, num_threads=num_threads)
+    bucket = Bucket(connect, EMBEDDED_BUCKET, num_threads=num_threads)
     bucket.create_versioned()
     return bucket
 
@@ -111,55 +113,51 @@ class PolicyStore:
 
     # Files and versions
 
-    def put_file(self, path: Path, *, known: Digests | None = None) -> Blob:
-        """Store a file under its content's name (``known`` if it is); not sent again if it is there."""
-        before = path.stat()
-        known = known or digests_of(path)
-        blob, key = self._stored_blob(known, before.st_size), self._blob_key(known.sha256)
-        if blob is None:
-            self.bucket.upload(path, key)
-            after = path.stat()
-            if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                self.bucket.delete(key)  # else the next publisher would reuse wrong bytes
-                raise ValueError(
-                    f"{path} must not change while it is stored, got a write to it. Store it when done."
-                )
-            blob = self._stored_blob(known, before.st_size)
-        return self._present(blob, known)
+    def put_file(self, path: Path) -> Blob:
+        """Store a file under its content's name; not sent again if it is there."""
+        with FileContent(path) as content:
+            return self.put(content)
 
     def put_bytes(self, data: bytes) -> Blob:
         """Store bytes under their content's name; not sent again if they are there."""
-        known = digests_of_bytes(data)
-        blob = self._stored_blob(known, len(data))
+        return self.put(BytesContent(data))
+
+    def put(self, content: Content, *, known: Digests | None = None) -> Blob:
+        """Store a content under its name (that of ``known`` if it is); not sent again if it is there."""
+        known = known or digests_of(content)
+        blob, key = self._stored_blob(known, content.size), self._blob_key(known.sha256)
         if blob is None:
-            self.bucket.put(self._blob_key(known.sha256), data)
-            blob = self._stored_blob(known, len(data))
+            try:
+                self.bucket.upload(content, key, known)
+            except Exception:
+                content.require_unchanged()  # the server refuses one part of what changed
+                raise
+            try:
+                content.require_unchanged()
+            except Exception:
+                self.bucket.delete(key)  # else the next publisher would reuse wrong bytes
+                raise
+            blob = self._stored_blob(known, content.size)
+        else:
+            content.require_unchanged()
         return self._present(blob, known)
 
-    def put_patched(self, path: Path, parent: StoredFile | None, *, full_every: int) -> StoredFile:
-        """Store a file as what changed since the parent's; whole where that is smaller, and as every
-        ``full_every``-th of a chain. A file that is the parent's is not sent at all."""
-        if parent is None or full_every == 1:
-            return self.put_file(path)
-        known = digests_of(path)
-        if known.sha256 == parent.sha256:
-            return parent
-        chain = parent.patches if isinstance(parent, PatchedBlob) else ()
-        base = self.cache.folder / "bases" / f"{known.sha256}.{os.getpid()}"
-        patch = path.with_name(f"{path.name}.patch")
-        try:
-            if len(chain) + 1 >= full_every:
-                return self.put_file(path, known=known)
-            self.cache.link(base.name, parent, base.parent)
-            if not make_patch(base, path, patch, num_threads=self._num_threads):
-                return self.put_file(path, known=known)
-            added = Patch(sha256=known.sha256, blob=self.put_file(patch))
-        finally:
-            base.unlink(missing_ok=True)
-            patch.unlink(missing_ok=True)
-        full = parent.full if isinstance(parent, PatchedBlob) else parent
-        return PatchedBlob(
-            sha256=known.sha256, blake3=known.blake3, size=full.size, full=full, patches=(*chain, added)
+    def put_patched(
+        self,
+        content: Content,
+        parent: StoredFile | None,
+        *,
+        full_every: int,
+        whole_beside: bool = False,
+    ) -> StoredFile:
+        """Store a file as what changed since the parent's (``tasks/artifacts/chain.py``)."""
+        return put_patched(
+            self,
+            content,
+            parent,
+            full_every=full_every,
+            whole_beside=whole_beside,
+            num_threads=self._num_threads,
         )
 
     def put_folder(self, folder: Path) -> dict[str, Blob]:

@@ -212,7 +212,9 @@ def _stored(
     reshard_parameters(trainee.model)  # a batch without a step was read and not trained
     trainee.progress.at("upload")
     fetch_moments(trainee.optimizer)
-    with ShardUpload(store, trainee.mesh, arena, full_every=config.checkpoint.full_every) as upload:
+    kept = config.checkpoint
+    how = {"full_every": kept.full_every, "whole_beside": kept.whole_beside}
+    with ShardUpload(store, trainee.mesh, arena, **how) as upload:
         dtype = getattr(torch, config.model.dtype)
         upload.start(trainee.model, trainee.optimizer, parent.files, dtype=dtype)
         clock.lap("snapshot")

@@ -1,8 +1,9 @@
 """From live weights to stored shards, behind the trainer's back; nothing is a version until ``publish``.
 
     start    every rank copies what it owns to host memory: the only time the trainer stands still
-    behind   a thread a kind of shard: write the file, compare it with the live tensors, digest, find what
-             changed since the parent, send it in parts; weights and optimizer state at the same time
+    behind   a thread a kind of shard: digest, find what changed since the parent, send it in parts straight
+             from that memory, compare what was sent with the live tensors; weights and optimizer state at
+             the same time
     finish   every rank waits for its own, then all agree: a shard that failed anywhere fails all of them,
              by rank and reason, and no manifest is made. So a version never names what is not stored
 
@@ -33,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 from torch.optim import AdamW
 from transformers import PreTrainedModel
@@ -41,6 +41,7 @@ from transformers import PreTrainedModel
 from tasks.artifacts.errors import StaleWeights, UploadFailed
 from tasks.policy import weights
 from tasks.policy.mesh import ParallelMesh
+from tasks.policy.serialized import TensorFile
 from tasks.policy.snapshot import HostArena, Snapshot, bit_sum
 
 if TYPE_CHECKING:
@@ -70,8 +71,17 @@ class _Stored:
 class ShardUpload:
     """Stores one snapshot after another; collective, on every rank of a mesh."""
 
-    def __init__(self, store: PolicyStore, mesh: ParallelMesh, arena: HostArena, *, full_every: int) -> None:
-        self._store, self._mesh, self._arena, self._full_every = store, mesh, arena, full_every
+    def __init__(
+        self,
+        store: PolicyStore,
+        mesh: ParallelMesh,
+        arena: HostArena,
+        *,
+        full_every: int,
+        whole_beside: bool = False,
+    ) -> None:
+        self._store, self._mesh, self._arena = store, mesh, arena
+        self._full_every, self._whole_beside = full_every, whole_beside
         self._pool = ThreadPoolExecutor(len(STEMS), thread_name_prefix="upload")
         self._folder = tempfile.TemporaryDirectory()
         self._pending: dict[str, Future[_Stored]] = {}
@@ -160,16 +170,18 @@ class ShardUpload:
 
     def _store_shard(self, stem: str, snapshot: Snapshot) -> _Stored:
         """One file of this rank, in a thread: no collective in here."""
-        named = {name: snapshot.tensors[name] for name in snapshot.tensors if _stem(name) == stem}
-        items = [(name.removeprefix(f"{stem}:"), tensor) for name, tensor in named.items()]
-        shard = weights.write_shard(self._path, items, self._mesh.copy_rank, self._mesh.copy_size, stem=stem)
-        path = self._path / shard.file_name
-        _require_live(path, stem, snapshot.sums)
-        digests = weights.digest_tensors(items) if stem == "model" else {}
+        prefix = f"{stem}:"
+        tensors = {n.removeprefix(prefix): t for n, t in snapshot.tensors.items() if n.startswith(prefix)}
+        sums = {name: snapshot.sums[prefix + name] for name in tensors}
+        shard = weights.Shard(
+            file_name=weights.shard_name(self._mesh.copy_rank, self._mesh.copy_size, stem=stem),
+            num_bytes={name: tensor.nbytes for name, tensor in tensors.items()},
+        )
+        content = TensorFile(tensors, require_unchanged=lambda: _require_live(tensors, sums, shard.file_name))
+        digests = weights.digest_tensors(tensors.items()) if stem == "model" else {}
         parent = self._parent.get(shard.file_name)
         every = self._full_every if stem == "model" else 1  # every element of a moment changes in every step
-        stored = self._store.put_patched(path, parent, full_every=every)
-        path.unlink()  # a snapshot's files need not wait on disk for the other's
+        stored = self._store.put_patched(content, parent, full_every=every, whole_beside=self._whole_beside)
         return _Stored(shard=shard, file=stored, digests=digests)
 
 
@@ -231,17 +243,12 @@ def _require_stored(said: Mapping[int, str], error: Exception | None) -> None:
         ) from error
 
 
-def _stem(name: str) -> str:
-    return name.split(":", 1)[0]
-
-
-def _require_live(path: Path, stem: str, sums: dict[str, int]) -> None:
-    """The file must hold the bits that the live tensors had when the snapshot was taken."""
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            if (got := int(bit_sum(file.get_tensor(name)))) != (live := sums[f"{stem}:{name}"]):
-                raise StaleWeights(
-                    f"{name} in {path.name} must have the bits of the live tensor, got sum {got} instead of "
-                    f"{live}. Something wrote to the snapshot while it was stored; nothing is published. Run "
-                    "the campaign again."
-                )
+def _require_live(tensors: Mapping[str, Tensor], sums: Mapping[str, int], file_name: str) -> None:
+    """What was stored must have the bits that the live tensors had when the snapshot was taken."""
+    for name, tensor in tensors.items():
+        if (got := int(bit_sum(tensor))) != sums[name]:
+            raise StaleWeights(
+                f"{name} in {file_name} must have the bits of the live tensor, got sum {got} instead of "
+                f"{sums[name]}. Something wrote to the snapshot while it was stored; nothing is published. "
+                "Run the campaign again."
+            )

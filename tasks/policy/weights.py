@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -38,7 +37,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One written file; small enough to send to the rank that writes the index."""
+    """One stored file; small enough to send to the rank that writes the index."""
 
     file_name: str
     num_bytes: dict[str, int]
@@ -103,18 +102,8 @@ def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -
             optimizer.state[param] = {"step": step.to(device, torch.float32), **moments}
 
 
-def write_shard(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], rank: int, num_ranks: int, *, stem: str = "model"
-) -> Shard:
-    """Write this rank's tensors to ``<stem>-0000i-of-0000n.safetensors``; the name appears when whole."""
-    named = {name: tensor.contiguous() for name, tensor in tensors}
-    file_name = f"{stem}-{rank + 1:05d}-of-{num_ranks:05d}.safetensors"
-    partial = folder / f".{file_name}.partial"
-    save_file(
-        {name: tensor.contiguous() for name, tensor in named.items()}, partial, metadata={"format": "pt"}
-    )
-    os.replace(partial, folder / file_name)
-    return Shard(file_name=file_name, num_bytes={name: t.nbytes for name, t in named.items()})
+def shard_name(rank: int, num_ranks: int, *, stem: str = "model") -> str:
+    return f"{stem}-{rank + 1:05d}-of-{num_ranks:05d}.safetensors"
 
 
 def write_index(folder: Path, shards: Iterable[Shard], *, stem: str = "model") -> str:
