@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,20 @@ def test_rows_without_an_expert_are_zero_and_unselected_weights_do_not_leak():
         assert param.grad[[0, 1, 3]].abs().sum() == 0 and param.grad[2].abs().sum() > 0
 
 
+def test_room_for_missing_selections_leaves_nothing_in_the_gradient_of_a_bias():
+    model: Any = tiny_policy("gpt_oss")
+    attach_dispatcher(model, LocalDispatcher())
+    _, experts = next(experts_modules(model))
+    x_RD = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    expert_RK = torch.tensor([[0, 3], [-1, 7], [-1, -1], [7, 0], [3, -1]])
+    found = []
+    for num_pairs in (None, expert_RK.numel()):
+        y_RD = local_experts(experts, x_RD, expert_RK, torch.full((5, 2), 0.5), num_pairs=num_pairs)
+        found.append(torch.autograd.grad(y_RD.sin().sum(), list(experts.parameters())))
+    assert experts.has_bias
+    assert all(torch.equal(exact, room) for exact, room in zip(*found, strict=True))
+
+
 def test_a_rank_that_receives_no_row_still_has_gradients():
     """Its backward must run too: the dispatcher's backward is a collective call."""
     experts = nemotron_experts()
@@ -132,7 +147,7 @@ def test_half_precision_output_keeps_its_type_and_sums_in_float32():
 
 
 def test_an_unknown_local_expert_is_refused():
-    with pytest.raises(ValueError, match=r"local expert numbers must be below 4, got 1 selections above"):
+    with pytest.raises(RuntimeError, match=r"local expert numbers must be below 4\. Check that the router"):
         local_experts(nemotron_experts(), torch.ones(1, 8), torch.tensor([[1, 4]]), torch.ones(1, 2))
 
 

@@ -46,6 +46,9 @@ class Dispatched:
     """What ``combine`` needs to find the way back."""
     groups: Groups | None = None
     """If rows are one a (token, expert) and lie by expert: they go into a grouped product as they are."""
+    num_pairs: int | None = None
+    """How many selections in ``expert_RK`` are experts', or a number above it; None if only the device knows,
+    so that whoever takes memory for them has to ask."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +77,8 @@ class Dispatcher(Protocol):
         ...
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
-        """Sum the rows of each token at its source; the caller has applied the weights."""
+        """Sum the rows of each token at its source; the caller has applied the weights, so that a row without
+        an expert is zero."""
         ...
 
     def describe(self) -> str:
@@ -94,11 +98,13 @@ class LocalDispatcher:
 
     def dispatch(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Dispatched:
         check_inputs(x_TD, expert_TK, weight_TK)
-        is_sent_T = (expert_TK >= 0).any(dim=1)
-        return Dispatched(x_RD=x_TD, expert_RK=expert_TK, weight_RK=weight_TK, handle=is_sent_T)
+        # missing selections are few, so that memory for all of them costs less than to count those there are
+        return Dispatched(
+            x_RD=x_TD, expert_RK=expert_TK, weight_RK=weight_TK, handle=None, num_pairs=expert_TK.numel()
+        )
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
-        return torch.where(handle[:, None], y_RD, 0)
+        return y_RD
 
     def describe(self) -> str:
         return "local, 1 rank"
@@ -110,8 +116,10 @@ class LocalDispatcher:
 @dataclass(frozen=True, slots=True)
 class _Route:
     placement: Placement  # of the sent copies among this rank's tokens; a place is a destination rank
+    destination_S: Tensor
     sent_W: list[int]
     received_W: list[int]
+    num_pairs: int
 
 
 class AllToAllDispatcher:
@@ -129,12 +137,7 @@ class AllToAllDispatcher:
         owner_TK = torch.div(expert_TK, num_local, rounding_mode="floor")
         route = self._route(owner_TK)
         token_S = route.placement.row_P
-        destination_S = torch.repeat_interleave(
-            torch.arange(self.num_ranks, device=token_S.device),
-            torch.tensor(route.sent_W, device=token_S.device),
-            output_size=sum(route.sent_W),
-        )
-        is_owned_SK = owner_TK[token_S] == destination_S[:, None]
+        is_owned_SK = owner_TK[token_S] == route.destination_S[:, None]
         local_SK = torch.where(is_owned_SK, expert_TK[token_S] % num_local, -1)
         (expert_RK,) = _exchange(self.group, route.sent_W, route.received_W, local_SK)
         x_RD, weight_RK = _Exchange.apply(
@@ -144,7 +147,9 @@ class AllToAllDispatcher:
             gather_rows(x_TD, route.placement),
             gather_rows(weight_TK, route.placement),
         )
-        return Dispatched(x_RD=x_RD, expert_RK=expert_RK, weight_RK=weight_RK, handle=route)
+        return Dispatched(
+            x_RD=x_RD, expert_RK=expert_RK, weight_RK=weight_RK, handle=route, num_pairs=route.num_pairs
+        )
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
         (y_SD,) = _Exchange.apply(self.group, handle.received_W, handle.sent_W, y_RD)
@@ -159,23 +164,31 @@ class AllToAllDispatcher:
     def _route(self, owner_TK: Tensor) -> _Route:
         """Who sends how many rows to whom; the only part of a dispatch in which the host waits."""
         num_tokens, ranks_W = owner_TK.shape[0], torch.arange(self.num_ranks, device=owner_TK.device)
-        is_sent_WT = (owner_TK[None] == ranks_W[:, None, None]).any(dim=2)
-        sent_W = is_sent_WT.sum(dim=1)
-        received_W = torch.empty_like(sent_W)
+        is_owned_WTK = owner_TK[None] == ranks_W[:, None, None]
+        is_sent_WT = is_owned_WTK.any(dim=2)
+        sent_W2 = torch.stack([is_sent_WT.sum(dim=1), is_owned_WTK.sum(dim=(1, 2))], dim=1)
+        received_W2 = torch.empty_like(sent_W2)
         with BLOCKED:
-            dist.all_to_all_single(received_W, sent_W, group=self.group)
+            dist.all_to_all_single(received_W2, sent_W2, group=self.group)
         num_unknown = (owner_TK >= self.num_ranks).sum()
-        *counts, unknown = torch.cat([sent_W, received_W, num_unknown[None]]).tolist()
+        sums = torch.stack([received_W2[:, 1].sum(), num_unknown])
+        *rows, num_pairs, unknown = torch.cat([sent_W2[:, 0], received_W2[:, 0], sums]).tolist()
         if unknown:
             raise ValueError(
                 f"expert_TK must be below num_experts, got {unknown} selections at or above it. "
                 "Check that the router and the experts come from the same configuration."
             )
-        to_rank_S, token_S = is_sent_WT.nonzero(as_tuple=True)  # by destination, then by token
+        sent_W, received_W = rows[: self.num_ranks], rows[self.num_ranks :]
+        # by destination, then by token; what ``nonzero`` would find, for which the host would wait again
+        order = is_sent_WT.flatten().to(torch.uint8).sort(descending=True, stable=True).indices
+        place_S = order[: sum(sent_W)]
+        to_rank_S, token_S = place_S // max(num_tokens, 1), place_S % max(num_tokens, 1)
         return _Route(
             placement=invert(token_S * self.num_ranks + to_rank_S, num_tokens, self.num_ranks),
-            sent_W=counts[: self.num_ranks],
-            received_W=counts[self.num_ranks :],
+            destination_S=to_rank_S,
+            sent_W=sent_W,
+            received_W=received_W,
+            num_pairs=num_pairs,
         )
 
 

@@ -47,6 +47,7 @@ class SortedPairs(NamedTuple):
     end_e: Tensor
     """Where each expert's pairs end."""
     expert_P: Tensor
+    """No local expert's number past the last pair: those rows hold anything."""
     placement: Placement | None = None
     """Which rows the pairs are of; none where the rows are the pairs."""
     cell_P: Tensor | None = None
@@ -134,30 +135,37 @@ def expert_parallel_forward(
     if sent.groups is not None:
         y_RD = grouped_experts(self, sent.x_RD, sent.expert_RK, sent.weight_RK, sent.groups)
     else:
-        y_RD = local_experts(self, sent.x_RD, sent.expert_RK, sent.weight_RK)
+        y_RD = local_experts(self, sent.x_RD, sent.expert_RK, sent.weight_RK, num_pairs=sent.num_pairs)
     y_TD = self.dispatcher.combine(y_RD, sent.handle)
     return give_tokens(self.token_group, y_TD, len(hidden_states))
 
 
-def local_experts(experts: Any, x_RD: Tensor, expert_RK: Tensor, weight_RK: Tensor) -> Tensor:
-    """Weighted sum of each row's local experts; zero for a row without one."""
+def local_experts(
+    experts: Any, x_RD: Tensor, expert_RK: Tensor, weight_RK: Tensor, *, num_pairs: int | None = None
+) -> Tensor:
+    """Weighted sum of each row's local experts; zero for a row without one.
+
+    Memory is taken for ``num_pairs`` selections, at least as many as are local; without it for as many as
+    the device has found, and the host waits for their number.
+    """
     num_rows, num_places = expert_RK.shape
     count = experts.expert_shard.count
-    is_local = expert_RK.flatten() >= 0
+    # on the device: the host need not wait, and nothing after it runs
+    torch.ops.aten._assert_async.msg(
+        (expert_RK < count).all(),
+        f"local expert numbers must be below {count}. Check that the router and the experts come from the "
+        "same configuration.",
+    )
     # Stable, so a pair's place among its expert's rows, and with it every sum, does not vary from run to run.
-    sorted_expert, order = torch.where(is_local, expert_RK.flatten(), count).sort(stable=True)
+    sorted_expert, order = torch.where(expert_RK >= 0, expert_RK, count).flatten().sort(stable=True)
     end_e = torch.searchsorted(
         sorted_expert, torch.arange(count, device=x_RD.device), right=True, out_int32=True
     )
-    num_pairs, num_selected = torch.stack([end_e[-1], is_local.sum()]).tolist()
-    if num_pairs != num_selected:
-        raise ValueError(
-            f"local expert numbers must be below {count}, got {num_selected - num_pairs} selections above. "
-            "Check that the router and the experts come from the same configuration."
-        )
-    # Only real pairs go on: grouped_mm leaves rows past its last offset uninitialised, and 0 * nan is nan.
+    if num_pairs is None:
+        num_pairs = int(end_e[-1].item())
+    # Pairs past the last are nobody's: grouped_mm leaves their rows uninitialised, so nothing may read them.
     cell_P, expert_P = order[:num_pairs], sorted_expert[:num_pairs]
-    placement = invert(cell_P, num_rows, num_places)
+    placement = invert(cell_P, num_rows, num_places, num_live=end_e[-1])
     _add_load(experts, torch.diff(end_e, prepend=end_e.new_zeros(1)))
     pairs = SortedPairs(end_e=end_e, expert_P=expert_P, placement=placement, cell_P=cell_P)
     return experts.compute_rows(x_RD, weight_RK, pairs)
@@ -176,25 +184,30 @@ def grouped_experts(
 
 def weighted_rows(experts: Any, x_RD: Tensor, weight_RK: Tensor, pairs: SortedPairs) -> Tensor:
     """What ``local_experts`` returns once the pairs are sorted; may run again in the backward pass."""
-    x_PD = x_RD if pairs.placement is None else gather_rows(x_RD, pairs.placement)
+    placement = pairs.placement
+    x_PD = x_RD if placement is None else gather_rows(x_RD, placement)
     if experts.has_gate:
         h_PH = experts._apply_gate(_grouped_linear(experts, "gate_up_proj", x_PD, pairs))
     else:
         h_PH = experts.act_fn(_grouped_linear(experts, "up_proj", x_PD, pairs))
-    y_PD = _grouped_linear(experts, "down_proj", h_PH, pairs)
-    y_PD = y_PD * (weight_RK if pairs.cell_P is None else weight_RK.flatten()[pairs.cell_P, None])
-    return (y_PD if pairs.placement is None else sum_rows(y_PD, pairs.placement)).to(x_RD.dtype)
+    y_PD = _grouped_linear(experts, "down_proj", h_PH, pairs) * _pair_weights(weight_RK, pairs)[:, None]
+    return (y_PD if placement is None else sum_rows(y_PD, placement)).to(x_RD.dtype)
 
 
 def fused_weighted_rows(experts: Any, x_RD: Tensor, weight_RK: Tensor, pairs: SortedPairs) -> Tensor:
     """``weighted_rows`` for SwiGLU without biases, with the weight applied before the down projection."""
-    x_PD, weight_P, end_e, placement = x_RD, weight_RK.flatten(), pairs.end_e, pairs.placement
-    if placement is not None and pairs.cell_P is not None:
-        x_PD = moe_permute(x_RD, placement.slot_TK, pairs.cell_P.numel())
-        weight_P = permute_weights(weight_RK, pairs.cell_P, placement.slot_TK)
+    x_PD, weight_P, end_e, placement = x_RD, _pair_weights(weight_RK, pairs), pairs.end_e, pairs.placement
+    if placement is not None:
+        x_PD = moe_permute(x_RD, placement.slot_TK, pairs.expert_P.numel())
     gate_up_PJ = _grouped_product(experts, "gate_up_proj", x_PD, end_e)
     y_PD = _grouped_product(experts, "down_proj", swiglu_weighted(gate_up_PJ, weight_P, end_e[-1]), end_e)
     return (y_PD if placement is None else moe_unpermute(y_PD, placement.slot_TK)).to(x_RD.dtype)
+
+
+def _pair_weights(weight_RK: Tensor, pairs: SortedPairs) -> Tensor:
+    if pairs.placement is None or pairs.cell_P is None:
+        return weight_RK.flatten()
+    return permute_weights(weight_RK, pairs.cell_P, pairs.placement.slot_TK)
 
 
 def _is_plain_swiglu(experts: Any) -> bool:
@@ -215,8 +228,9 @@ def _grouped_linear(experts: Any, leaf: str, x_PI: Tensor, pairs: SortedPairs) -
     if not experts.has_bias:
         return y_PO
     # a row without an expert must leave nothing in a bias's gradient
-    bias_PO = getattr(experts, f"{leaf}_bias")[expert_P.clamp(min=0)]
-    return y_PO + torch.where((expert_P >= 0)[:, None], bias_PO, 0)
+    bias_eO = getattr(experts, f"{leaf}_bias")
+    number_P = expert_P.clamp(0, len(bias_eO) - 1)
+    return y_PO + torch.where((number_P == expert_P)[:, None], bias_eO[number_P], 0)
 
 
 def _add_load(experts: Any, load_e: Tensor) -> None:

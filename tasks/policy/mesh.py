@@ -16,7 +16,7 @@ gradients are summed and never averaged:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -163,8 +163,11 @@ def _sum_gradients(params: list[nn.Parameter], group: dist.ProcessGroup, bucket_
             grad.copy_(summed.view_as(grad))
 
 
-def clip_gradients(model: nn.Module, mesh: ParallelMesh, max_norm: float) -> float:
-    """Scale reduced gradients to a global norm of at most ``max_norm``; returns the norm before.
+def clip_gradients(
+    model: nn.Module, mesh: ParallelMesh, max_norm: float, sums: Mapping[str, Tensor]
+) -> tuple[float, dict[str, float]]:
+    """Scale reduced gradients to a global norm of at most ``max_norm``; returns the norm before, and this
+    rank's float64 ``sums``, which are read together with it: every read stops the device.
 
     Every number of every parameter counts once, wherever it is: over all stages, splits and experts. A norm
     that is not finite scales nothing: it is the caller's to refuse the step.
@@ -178,16 +181,17 @@ def clip_gradients(model: nn.Module, mesh: ParallelMesh, max_norm: float) -> flo
         list(experts.values()) if mesh.fsdp > 1 or mesh.holder < mesh.ep else [],
     )
     device = next(model.parameters()).device  # a rank may have nothing to count, and counts it there
-    sums = torch.stack([_square_sum(params, device) for params in counted])
+    squares = torch.stack([_square_sum(params, device) for params in counted])
     if mesh.copy_group is not None:
         with BLOCKED:
-            dist.all_reduce(sums, group=mesh.copy_group)
-    norm = math.sqrt(sums.sum().item())
+            dist.all_reduce(squares, group=mesh.copy_group)
+    square, *values = torch.stack([squares.sum(), *sums.values()]).tolist()
+    norm = math.sqrt(square)
     if math.isfinite(norm) and norm > max_norm:
         for param in [*dense.values(), *experts.values()]:
             if param.grad is not None:
                 local_tensor(param.grad).mul_(max_norm / norm)
-    return norm
+    return norm, dict(zip(sums, values, strict=True))
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -23,10 +23,14 @@ class Placement(NamedTuple):
     """Copy number of each (source row, place), or -1 where there is none."""
 
 
-def invert(cell_P: Tensor, num_rows: int, num_places: int) -> Placement:
-    """Placement of copies listed by flat cell number ``row * num_places + place``, each cell at most once."""
+def invert(cell_P: Tensor, num_rows: int, num_places: int, *, num_live: Tensor | None = None) -> Placement:
+    """Placement of copies listed by flat cell number ``row * num_places + place``, each cell at most once.
+
+    ``num_live``, on the device, says how many of the copies there are; those after them are nobody's.
+    """
+    number_P = torch.arange(cell_P.numel(), device=cell_P.device)
     slot = cell_P.new_full((num_rows * num_places,), -1)
-    slot[cell_P] = torch.arange(cell_P.numel(), device=cell_P.device)
+    slot[cell_P] = number_P if num_live is None else torch.where(number_P < num_live, number_P, -1)
     return Placement(row_P=cell_P // max(num_places, 1), slot_TK=slot.view(num_rows, num_places))
 
 

@@ -45,8 +45,9 @@ class RouterBias:
         for number, expert_TK in seen:
             if is_token_T is not None:
                 load_E = self._load_E[number]
-                chosen = expert_TK[is_token_T].flatten()
-                load_E.index_add_(0, chosen, torch.ones_like(chosen, dtype=load_E.dtype))
+                # padding counts for 0: to leave it out, the host would wait for the number of tokens
+                counts_TK = is_token_T.to(load_E.dtype)[:, None].expand_as(expert_TK)
+                load_E.index_add_(0, expert_TK.flatten(), counts_TK.flatten())
 
     def step(self, mesh: ParallelMesh, *, is_finite: bool) -> None:
         """Move the biases by the counts of all ranks with other tokens, unless the step was skipped."""

@@ -105,15 +105,17 @@ class Routing:
         logits_TE, _, expert_TK = output
         if self._is_token_T is None:
             return
-        chosen = expert_TK[self._is_token_T].flatten().sort().values  # not bincount, which may not repeat
-        number_E = torch.arange(logits_TE.shape[1], device=chosen.device)
-        end_E = torch.searchsorted(chosen, number_E, right=True)
+        # masked and not left out: the host would wait for the number of tokens, once a layer
+        is_token_T1, num_experts = self._is_token_T[:, None], logits_TE.shape[1]
+        # sorted, because bincount may not repeat
+        chosen = torch.where(is_token_T1, expert_TK, num_experts).flatten().sort().values
+        end_E = torch.searchsorted(chosen, torch.arange(num_experts, device=chosen.device), right=True)
         load_E = torch.diff(end_E, prepend=end_E.new_zeros(1))
-        logits_TE = logits_TE[self._is_token_T].float()
         is_sigmoid = hasattr(router, "e_score_correction_bias")
-        score_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(dim=-1)
+        score_TE = logits_TE.float().sigmoid() if is_sigmoid else logits_TE.float().softmax(dim=-1)
         share_TE = score_TE / score_TE.sum(dim=-1, keepdim=True)
-        entropy = torch.special.entr(share_TE).sum() * expert_TK.shape[1]  # once a selection, like the loads
+        entropy_TE = torch.where(is_token_T1, torch.special.entr(share_TE), 0)
+        entropy = entropy_TE.sum() * expert_TK.shape[1]  # once a selection, like the loads
         is_first = name not in self._load_E
         self._load_E[name] = load_E if is_first else self._load_E[name] + load_E
         self._entropy[name] = entropy if is_first else self._entropy[name] + entropy

@@ -132,10 +132,8 @@ def train_minibatch(
         run_passes(mesh, num_passes, passes.forward, passes.room)
     progress.at("reduce gradients")
     reduce_gradients(model, mesh)
-    grad_norm = clip_gradients(model, mesh, max_grad_norm)
-    # read once, after all passes: every read stops the device
-    mine = {"loss": 0.0, "micro_batches": float(len(micro_batches))}
-    mine |= {name: value.item() for name, value in passes.sums.items()}
+    grad_norm, sums = clip_gradients(model, mesh, max_grad_norm, passes.sums)
+    mine = {"loss": 0.0, "micro_batches": float(len(micro_batches)), **sums}
     totals = _sum_over_ranks(mine if mesh.is_reporter else {}, mesh)
     is_finite = math.isfinite(totals["loss"]) and math.isfinite(grad_norm)  # the same answer on every rank
     if bias is not None:
