@@ -48,6 +48,7 @@ class Recorded(BaseHTTPRequestHandler):
         if self.path == "/update_weights_from_disk":
             state.setdefault("updates", []).append(body)
             state.setdefault("running_at_update", []).append(state.get("running", 0))
+            time.sleep(state.get("update_seconds", 0.0))
             if state.get("refuses_updates"):
                 return self.reply({"success": False, "message": "torn"}, 400)
             state["version"] = state.get("claims", body["weight_version"])

@@ -168,21 +168,42 @@ def test_a_server_that_still_compiles_is_given_its_start_up_budget_and_no_more(t
     server.stop()
 
 
-def test_the_weights_before_are_freed_before_the_next_ones_are_read(tmp_path, monkeypatch):
-    """Row 33, in the trainer's process: two versions at once did not fit."""
-    folder = save_tiny_policy(tmp_path)
-    engine, alive = EmbeddedEngine(batch_size=4), []
+class Slow:
+    """Sampling parameters under which a decoding step takes a while."""
+
+    record_routing, max_new_tokens, top_p, stop_ids = "none", 99, 1.0, frozenset()
+
+    def __init__(self):
+        self.is_in_step = threading.Event()
+
+    @property
+    def temperature(self):
+        self.is_in_step.set()
+        time.sleep(0.3)
+        self.is_in_step.clear()
+        return 1.0
+
+
+@pytest.mark.parametrize("is_sampling", [False, True])
+def test_the_weights_before_are_freed_before_the_next_ones_are_read(tmp_path, monkeypatch, is_sampling):
+    """Row 33, in the worker's process: two versions at once did not fit. Under responses that run as well."""
+    folder, slow = save_tiny_policy(tmp_path), Slow()
+    engine, found = EmbeddedEngine(batch_size=4), []
 
     def read(*arguments, **named):
+        found.append(slow.is_in_step.is_set())
         gc.collect()
-        alive.append(before() is not None)
+        found.append(before() is not None)
         return load_policy(*arguments, **named)
 
     engine.load(folder, 0)
     before = weakref.ref(engine.model)
     monkeypatch.setattr(embedded, "load_policy", read)
+    if is_sampling:
+        threading.Thread(target=engine.generate, args=(REQUESTS, slow)).start()
+        assert slow.is_in_step.wait(5)
     engine.load(folder, 1)
-    assert alive == [False] and engine.version == 1
+    assert found == [False, False] and engine.version == 1
 
 
 def test_no_version_is_loaded_beside_the_one_before(untied):

@@ -16,6 +16,7 @@ from tasks.artifacts.manifest import Blob
 from tasks.engine import in_flight
 from tasks.engine.embedded import EmbeddedEngine
 from tasks.engine.in_flight import newest_after
+from tasks.engine.notices import Departure
 from tasks.records import CampaignRun
 from tasks.schema import RolloutFrame, from_bytes
 from tasks.session import run_buffer, run_store
@@ -30,7 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 class Publishes(EmbeddedEngine):
     """What ``events`` names happens in that decoding step of the first call, and is waited for: a version is
-    published, and the worker finds it and has it loaded."""
+    published, and the worker finds it and has it loaded; unless the event says False, that it must not."""
 
     events: dict[int, Any]
 
@@ -46,8 +47,8 @@ class Publishes(EmbeddedEngine):
                 nonlocal looks
                 looks += 1
                 if event := engine.events.pop(looks, None):
-                    event()
-                    assert engine._is_aborted.wait(20), "no version was taken"
+                    is_taken = event() is not False
+                    assert engine._is_aborted.wait(20 if is_taken else 0.5) == is_taken
                 return params.temperature
 
         return super().generate(requests, Watched())  # type: ignore[arg-type]
@@ -117,6 +118,24 @@ def test_a_worker_that_joins_late_begins_with_the_newest_version(
     assert set(frame["policy_version"]) == {1} and frame["version_spans"].null_count() == len(frame)
     put(run_buffer(run), 1, version=1, iteration=3)  # no load between iterations that it may sample
     assert worker.work() == 1
+
+
+def test_a_worker_that_has_to_leave_finishes_what_it_holds_with_the_version_it_has(
+    store_folder: Path, campaign: str, folders: dict[int, Path], engine: Publishes
+) -> None:
+    run, departure = follow_newest(store_folder, campaign, folders[5]), Departure(grace_seconds=60)
+    worker = standing(store_folder, campaign, departure)
+    worker.look()
+    put(run_buffer(run), 2, version=1)
+
+    def leave() -> bool:
+        departure.begin("SIGTERM")
+        publish(run, 2, folders[6])
+        return False
+
+    engine.events = {3: leave}
+    assert worker.work() == 1 and engine.version == 1
+    assert set(samples(run)["policy_version"]) == {1}
 
 
 def test_a_version_that_cannot_be_loaded_ends_the_worker_with_its_error_and_the_next_one_mends_it(

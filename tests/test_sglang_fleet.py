@@ -169,6 +169,22 @@ def test_a_server_that_cannot_swap_under_requests_is_refused_with_the_version_th
         assert engine.version is None
 
 
+@pytest.mark.parametrize("in_flight", ["finish", "abort"])
+def test_a_call_that_comes_during_a_load_waits_for_its_version(untied, in_flight):
+    """Before, it could find no version loaded, and its portion was charged with that."""
+    with recorded(update_seconds=0.5) as server:
+        engine = attached(server, in_flight=in_flight)
+        engine.load(untied[0], 3)
+        loader = threading.Thread(target=engine.load, args=(untied[1], 4))
+        loader.start()
+        while len(server.state["updates"]) < 2:
+            time.sleep(0.01)
+        assert engine.version is None
+        groups = engine.generate(REQUESTS, PARAMS)
+        loader.join()
+        assert {done.version_spans for group in groups for done in group} == {((4, 2),)}
+
+
 # --- what is on its way
 
 

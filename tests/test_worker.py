@@ -201,23 +201,32 @@ class Endless(EmbeddedEngine):
         return [[replace(c, finish_reason="abort") for c in group] for group in completions]
 
 
-def test_the_deadline_aborts_the_engine_and_the_lease_is_free_for_others(buffer, folder):
+RESUMES = pytest.mark.parametrize("required_version", [None, 5], ids=["", "follows newer versions"])
+
+
+@RESUMES
+def test_the_deadline_aborts_the_engine_and_the_lease_is_free_for_others(buffer, folder, required_version):
     put(buffer, 1)
     departure = Departure(grace_seconds=0.3)
     threading.Timer(0.2, departure.begin, ["SIGTERM"]).start()
     start = time.monotonic()
-    done = work(buffer, folder, "a", engine=Endless(batch_size=16), departure=departure)
+    done = work(
+        buffer, folder, "a", engine=Endless(batch_size=16), departure=departure,
+        required_version=required_version,
+    )  # fmt: skip
     assert 0.4 < time.monotonic() - start < 3 and (done.num_portions, done.num_returned) == (0, 1)
     (lease,) = buffer.lease("b", iteration=2, policy_version=5)
     assert lease.attempt == 2 and buffer.produced(2).samples == 0
 
 
-def test_a_lost_lease_aborts_the_engine(buffer, folder, valkey_url, campaign):
+@RESUMES
+def test_a_lost_lease_aborts_the_engine(buffer, folder, valkey_url, campaign, required_version):
     put(buffer, 1)
     thief = ExperienceBuffer(valkey_url, campaign, lease_seconds=0.001, max_attempts=3, capacity_bytes=2**20)
     threading.Timer(0.1, thief.lease, ["thief"], {"iteration": 2}).start()
     start = time.monotonic()
-    worker = member(buffer, "a", engine=_loaded(Endless(batch_size=16), folder))
+    engine = _loaded(Endless(batch_size=16), folder)
+    worker = member(buffer, "a", engine=engine, required_version=required_version)
     done = worker.drain(2, waits=False)
     assert time.monotonic() - start < 3 and (done.num_portions, done.num_returned) == (0, 0)
 

@@ -34,7 +34,8 @@ def newest_after(store: PolicyStore, version: int) -> PolicyVersion | None:
 
 @contextmanager
 def taking_newer(look: Callable[[], None], *, departure: Departure) -> Iterator[None]:
-    """While the block runs, ``look`` for a newer version and load it, again and again, in another thread.
+    """While the block runs, ``look`` for a newer version and load it, again and again, in another thread; not
+    once this worker has to leave.
 
     At the end a load is waited for, for as long as the departure leaves time. What it raised is raised here,
     whatever the block made of an engine without a version.
@@ -43,7 +44,7 @@ def taking_newer(look: Callable[[], None], *, departure: Departure) -> Iterator[
 
     def watch() -> None:
         try:
-            while not is_over.wait(LOOK_SECONDS):
+            while not is_over.wait(LOOK_SECONDS) and not departure.is_due:
                 look()
         except BaseException as error:
             failed.append(error)
