@@ -38,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all_to_all": {},
     "deepep": {},
     "deepep expanded": {"layout": "expanded"},
+    "deepep fp8": {"fp8": True},
     "nvlink": {},
     "nvlink fixed": {"capacity": 1.5},
 }
@@ -82,7 +83,7 @@ def to_expert_order(sent: Any, num_experts: int) -> tuple[Tensor, Callable[[Tens
         expert_load_e=torch.zeros(num_local, dtype=torch.int64),
         compute_rows=permute,
     )
-    x_PD = local_experts(experts, sent.x_RD, sent.expert_RK, sent.weight_RK)
+    x_PD = local_experts(experts, sent.x_RD, sent.expert_RK, sent.weight_RK, num_pairs=sent.num_pairs)
     return x_PD, lambda y_PD: moe_unpermute(y_PD, kept[0])
 
 
