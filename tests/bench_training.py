@@ -10,11 +10,13 @@ Prints per path: milliseconds a step (median), tokens/s a GPU, model FLOP/s util
 (the card's bf16 rate), peak memory. Each rank trains its own 8 x 2,048 tokens; parameters bf16, fused AdamW,
 log-probs of the 151,936-token vocabulary in recomputed chunks. What follows a + is done by fused kernels
 ("all": log-probs, experts, norms and rotary embedding; "adamw": the optimizer; "keep": logits kept for
-backward). Also checks that the paths agree. With `--profile` each path ends with the kernels of its step.
+backward); "rows" has prompts, a quarter of each sequence, which its head does not read. Also checks that the
+paths agree. With `--profile` each path ends with the kernels of its step.
 """
 
 import argparse
 import functools
+import gc
 import os
 import statistics
 import time
@@ -34,6 +36,7 @@ from tasks.policy.adamw import OnePassAdamW
 from tasks.policy.deepep import make_deepep
 from tasks.policy.dispatch import Dispatcher, ExchangeShape, LocalDispatcher, make_dispatcher
 from tasks.policy.experts import attach_dispatcher
+from tasks.policy.head_rows import take_rows
 from tasks.policy.mesh import make_mesh, reduce_gradients
 from tasks.policy.norms import use_fused_norms
 from tasks.policy.nvlink import make_nvlink
@@ -41,6 +44,7 @@ from tasks.policy.rotary import use_fused_rotary
 
 PEAK_FLOPS = 989e12
 FUSED = ["logprob", "logprob+experts", "logprob+experts+norms", "all", "all+adamw", "all+adamw+keep"]
+FUSED += ["all+adamw+keep+rows"]
 ALONE = ["grouped_mm", "local", *(f"local+{fused}" for fused in FUSED), "eager"]
 BEST = "+all+adamw+keep"
 DISPATCHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -132,6 +136,12 @@ def exchange_ms(dispatcher: Dispatcher, repeats: int = 20) -> dict[str, float]:
     return {**medians, "all": sum(medians.values())}
 
 
+@functools.cache
+def trained_rows(device: str) -> Tensor:
+    """Places of the last three quarters of each sequence among all that are predicted."""
+    return torch.arange(ROWS * (LENGTH - 1)).view(ROWS, -1)[:, LENGTH // 4 - 1 :].flatten().to(device)
+
+
 def chunk_loss(hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor) -> Tensor:
     logits_TV = (hidden_TD @ weight_VD.T).float()
     return torch.nn.functional.cross_entropy(logits_TV, ids_T, reduction="sum")
@@ -140,13 +150,15 @@ def chunk_loss(hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor) -> Tensor:
 def loss_of(model: Qwen3MoeForCausalLM, ids_BL: Tensor, path: str) -> Tensor:
     hidden_BLD = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state[:, :-1]
     hidden_TD, target_T = hidden_BLD.flatten(0, 1), ids_BL[:, 1:].flatten()
+    if path.endswith("rows"):
+        hidden_TD, target_T = take_rows(hidden_TD, row_N := trained_rows(str(DEVICE))), target_T[row_N]
     if "+" in path:
         logprob_T, _ = selective_logprob_entropy(
             hidden_TD,
             model.lm_head.weight,
             target_T,
             temperature=1.0,
-            keep_bytes=KEEP_BYTES * path.endswith("keep"),
+            keep_bytes=KEEP_BYTES * ("keep" in path),
         )
         return -logprob_T.mean()
     chunks = zip(hidden_TD.split(2048), target_T.split(2048), strict=True)
@@ -261,6 +273,7 @@ def main() -> None:
                 line += f"  router gradient off by {((probe - baseline).norm() / baseline.norm()).item():.1e}"
             print(line, flush=True)
         baseline = probe if baseline is None else baseline
+        gc.collect()  # a model's hooks form cycles, and the next peak would hold this one
         if CUDA:
             torch.cuda.empty_cache()
     if mesh.world:

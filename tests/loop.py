@@ -29,7 +29,7 @@ from tasks.environments.scorer import Sample, make_scorer
 from tasks.experience.ledger import seed_of
 from tasks.policy.beside import with_column
 from tasks.policy.chat import Chat
-from tasks.policy.critic import Critic, train_critic
+from tasks.policy.critic import Critic, read_values, train_critic
 from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.epoch import Trainee, train
 from tasks.policy.mesh import make_mesh
@@ -155,8 +155,8 @@ class Loop:
         if self.teacher:
             rows = with_column(rows, "teacher_logprob", self._read(rows, self.teacher))
         if self.critic:
-            rows, found = train_critic(self.critic, rows, algorithm, self.config.train)
-            metrics |= found
+            rows = read_values(self.critic, rows, self.config.train)
+            metrics |= train_critic(self.critic, rows, algorithm, self.config.train)
         if algorithm.correction.proximal == "recomputed":
             rows = with_column(rows, "proximal_logprob", self._read(rows, self.versions[-1]))
         self.optimizer.param_groups[0]["lr"] = learning_rate(self.config, k)

@@ -16,9 +16,11 @@ from ranks import run_ranks
 
 from tasks.config import CampaignConfig
 from tasks.grid import Grid
+from tasks.policy import logprobs
 from tasks.policy.dispatch import make_dispatcher
 from tasks.policy.experts import attach_dispatcher, expert_shards
 from tasks.policy.mesh import make_mesh
+from tasks.policy.norms import use_fused_norms
 from tasks.policy.parallel import distribute
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,7 +99,10 @@ def check_large(rank: int, world_size: int, name: str) -> None:
     grid = train.grid
     mesh = make_mesh(grid.world_size, grid.ep, grid.fsdp, tp=grid.tp, cp=grid.cp, pp=grid.pp)
     # who sends the tokens does not matter here
-    attach_dispatcher(model, make_dispatcher("all_to_all" if grid.ep > 1 else "local", mesh.ep_group))
+    dispatcher = make_dispatcher("all_to_all" if grid.ep > 1 else "local", mesh.ep_group)
+    attach_dispatcher(model, dispatcher, kernel=train.expert_kernel)
+    assert train.norm_kernel == train.logprob_kernel == "fused" and use_fused_norms(model)
+    assert not [name for name in logprobs.ALTERED_LOGITS if getattr(model.config, name, None)]
     distribute(model, mesh, compute_dtype=getattr(torch, train.compute_dtype))
     mine = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
     # copies of dense parts and of stages' ends make it more than an even share, but never twice

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from families import FAMILIES, VOCAB, tiny_policy
 from ranks import run_ranks
-from steps import NUM_TOKENS, micro_batch, one_step, single_process, weighted_loss
+from steps import NUM_TOKENS, micro_batch, one_step, single_process, slack, weighted_loss
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -52,20 +52,21 @@ def check_step(
         checkpoint_activations(model, is_context_split=mesh.cp > 1)
     metrics, gradients = one_step(model, mesh, batches[mesh.share :: mesh.num_shares])
     expected_metrics, expected_gradients, expected_weights = expected
+    loose = slack(model.device)
     names: list[Any] = [None] * world_size
     dist.all_gather_object(names, (set(gradients), {name for name, _ in disk_tensors(model)}))
     assert set().union(*(these for these, _ in names)) == expected_gradients.keys()
     assert set().union(*(these for _, these in names)) == expected_weights.keys()
     assert metrics.keys() == expected_metrics.keys() and metrics["skipped"] == 0
     for name, value in expected_metrics.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-5), name
+        assert metrics[name] == pytest.approx(value, rel=1e-5 * loose), name
     for name, gradient in gradients.items():
         # as in test_trainer: the largest gradient after clipping is 4e-3 to 6e-3, and 5e-8 is 1e-5 of it
         torch.testing.assert_close(
-            gradient, expected_gradients[name], rtol=0, atol=5e-8, msg=lambda m, n=name: f"{n}: {m}"
+            gradient, expected_gradients[name], rtol=0, atol=5e-8 * loose, msg=lambda m, n=name: f"{n}: {m}"
         )
     for name, weight in disk_tensors(model):
-        torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=5e-6)
+        torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=5e-6 * loose)
 
 
 def check(

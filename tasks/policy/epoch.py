@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tasks.config import CampaignConfig
 from tasks.policy.fused_loss import fused_policy_objective
+from tasks.policy.head_rows import with_head_rows
 from tasks.policy.mesh import ParallelMesh
 from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.progress import Progress, slow_ranks
@@ -130,7 +131,7 @@ def _step(
     plan = plan_micro_batches(share, max_tokens=settings.micro_batch_tokens, packing=settings.packing)
     num_global_tokens = num_trained_tokens(members)
     trainee.progress.at("mini-batch", number)
-    batches = [collate(batch, packing=settings.packing) for batch in plan]
+    batches = [with_head_rows(collate(batch, packing=settings.packing), mesh.cp_group) for batch in plan]
 
     def keep(at_fault: list[int]) -> None:
         trainee.nonfinite.keep([row for index in at_fault for row in plan[index]], minibatch=number)

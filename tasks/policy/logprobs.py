@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from tasks.policy.collectives import join_to_equal
 from tasks.policy.context import model_inputs, my_block
+from tasks.policy.head_rows import head_reads, spread
 from tasks.policy.vocabulary import split_logprob_entropy, vocabulary_block
 
 LogprobKernel = Literal["torch", "fused"]
@@ -38,6 +39,8 @@ def token_logprobs_and_entropy(
     keep_gb: float = 0.0,
     hidden_BlD: Tensor | None = None,
     cp_group: dist.ProcessGroup | None = None,
+    wanted_BL: Tensor | None = None,
+    row_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token given those before it, and entropy of the distribution it came from.
 
@@ -45,12 +48,15 @@ def token_logprobs_and_entropy(
     no such prediction: at the first token of a sequence and at padding, on either side. With ``position_BL``
     a row is several sequences without padding, each beginning at position 0; they do not see each other.
     ``hidden_BlD`` is what the pipeline stage before made of the tokens. Both results are whole rows on every
-    rank of ``cp_group``.
+    rank of ``cp_group``. With ``row_N``, which ``head_rows.py`` makes of ``wanted_BL``, the head reads no
+    other positions, and both are 0.0 at tokens that are not wanted.
     """
     mask_BL = attention_mask_BL.bool()
     position_known_BL = _positions(attention_mask_BL, position_BL)
     # M = L - 1: position t predicts token t + 1
     is_predicted_BM = mask_BL[:, 1:] & mask_BL[:, :-1] & (position_known_BL[:, 1:] > 0)
+    if wanted_BL is not None:
+        is_predicted_BM = is_predicted_BM & wanted_BL[:, 1:]
     target_BM = torch.where(is_predicted_BM, input_ids_BL[:, 1:], -1)
     inputs = stage_inputs(model, input_ids_BL, attention_mask_BL, position_BL, hidden_BlD, cp_group)
     if kernel == "fused" and not input_ids_BL.is_cuda:
@@ -58,12 +64,19 @@ def token_logprobs_and_entropy(
             f"logprob_kernel 'fused' must run on CUDA, got {input_ids_BL.device}. Set it to 'torch'."
         )
     read = without_logits(keep_gb) if kernel == "fused" else _from_logits
-    if cp_group is None:
-        logprob_BM, entropy_BM = read(model, inputs, target_BM, temperature)
-    else:  # the last position of a block predicts the first token of the next, which every rank knows
-        target_Bl = my_block(F.pad(target_BM, (0, 1), value=-1), cp_group, fill=-1)
-        both_2Bl = torch.stack(read(model, inputs, target_Bl, temperature))
-        logprob_BM, entropy_BM = join_to_equal(both_2Bl, cp_group, dim=2)[:, :, : target_BM.shape[1]]
+    target_Bm = target_BM
+    if cp_group is not None or row_N is not None:
+        # the last position of a block predicts the first token of the next, which every rank knows
+        target_Bm = my_block(F.pad(target_BM, (0, 1), value=-1), cp_group, fill=-1)
+    if row_N is None:
+        both_2Bm = torch.stack(read(model, inputs, target_Bm, temperature))
+    else:
+        with head_reads(model.get_output_embeddings(), row_N):
+            both = read(model, inputs, target_Bm.flatten()[row_N][None], temperature)
+        both_2Bm = torch.stack([spread(value_1N, row_N, target_Bm) for value_1N in both])
+    if cp_group is not None:
+        both_2Bm = join_to_equal(both_2Bm, cp_group, dim=2)
+    logprob_BM, entropy_BM = both_2Bm[:, :, : target_BM.shape[1]]
     none_B1 = logprob_BM.new_zeros(logprob_BM.shape[0], 1)
     return (
         torch.cat([none_B1, torch.where(is_predicted_BM, logprob_BM, 0.0)], dim=1),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tasks.policy.head_rows import with_head_rows
 from tasks.policy.mesh import ParallelMesh
 from tasks.policy.progress import BLOCKED
 from tasks.policy.trainer import Read, RouterWatch, agree_on_passes, empty_micro_batch
@@ -32,7 +33,7 @@ def read_rows(
 ) -> list[list[float]]:
     """``read``'s first result at the response tokens of every row, one list a row; without pipeline stages.
 
-    ``routing`` is told of each micro-batch first.
+    A log-probability of a token that is not trained is 0.0. ``routing`` is told of each micro-batch first.
     """
     numbered = [{**row, "row": number} for number, row in enumerate(rows)]
     share = rank_share(numbered, rank=mesh.share, world_size=mesh.num_shares)
@@ -41,7 +42,8 @@ def read_rows(
     for index in range(agree_on_passes(model, mesh, len(plan), max(len(rows), 1), 1)):
         micro_batch = empty_micro_batch(model)
         if index < len(plan):
-            micro_batch = {k: v.to(model.device) for k, v in collate(plan[index], packing=packing).items()}
+            micro_batch = with_head_rows(collate(plan[index], packing=packing), mesh.cp_group)
+            micro_batch = {name: tensor.to(model.device) for name, tensor in micro_batch.items()}
         if routing is not None:
             routing.use(micro_batch)
         value_BL = read(model, micro_batch, cp_group=mesh.cp_group)[0]

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from tasks.policy.adamw import OnePassAdamW
 from tasks.policy.context import my_block
+from tasks.policy.head_rows import HEAD_ROWS
 from tasks.policy.logprobs import LogprobKernel, stage_inputs, token_logprobs_and_entropy
 from tasks.policy.mesh import ParallelMesh, clip_gradients, reduce_gradients
 from tasks.policy.pipeline import run_passes
@@ -31,7 +32,8 @@ from tasks.policy.router_bias import RouterBias
 from tasks.policy.stopping import StopAgreed, StopRequest
 
 MicroBatch = Mapping[str, Tensor]
-"""[B, L]: ``input_ids``, ``attention_mask``, ``position_ids`` if packed, and what the loss function reads."""
+"""[B, L]: ``input_ids``, ``attention_mask``, ``position_ids`` if packed, and what the loss function reads. A
+``mask`` says which tokens are trained, and ``head_rows`` which positions the head reads for them."""
 
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
@@ -76,7 +78,7 @@ def make_optimizer(
 
 
 def policy_reader(*, temperature: float = 1.0, kernel: LogprobKernel = "torch", keep_gb: float = 0.0) -> Read:
-    """Reads log-probabilities and entropies."""
+    """Reads log-probabilities and entropies, of trained tokens where a micro-batch says which."""
 
     def read(model: PreTrainedModel, micro_batch: MicroBatch, **split: Any) -> tuple[Tensor, Tensor]:
         return token_logprobs_and_entropy(
@@ -87,6 +89,8 @@ def policy_reader(*, temperature: float = 1.0, kernel: LogprobKernel = "torch", 
             position_BL=micro_batch.get("position_ids"),
             kernel=kernel,
             keep_gb=keep_gb,
+            wanted_BL=micro_batch["mask"] if HEAD_ROWS in micro_batch else None,
+            row_N=micro_batch.get(HEAD_ROWS),
             **split,
         )
 
