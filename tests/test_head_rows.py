@@ -95,6 +95,7 @@ def check_batch_without_training(rank: int, world_size: int, sizes: dict[str, in
     distribute(model, mesh)
     nothing = with_head_rows(batch(0, packed=rank == 0), None)
     assert nothing[HEAD_ROWS].tolist() == [0]
+    assert not any(part.any() for part in policy_reader()(model, nothing)), "one row is read, and not given"
     metrics, gradients = one_step(model, mesh, [nothing], loss_fn=masked_loss)
     assert metrics["loss"] == metrics["entropy"] == metrics["grad_norm"] == metrics["skipped"] == 0
     assert all(not gradient.any() for gradient in gradients.values())
