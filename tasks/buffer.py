@@ -1,11 +1,13 @@
 """Assembly: seal an iteration's scored samples as one train batch; account for every one of them."""
 
+import contextlib
 import hashlib
 import time
 
 from flytekit import task
 
 from tasks import placement
+from tasks.artifacts.errors import ObjectConflict
 from tasks.records import CampaignRun, PolicyVersion, ScoreReport, TrainBatch, WorkerThroughput
 from tasks.session import batch_name, find_sealed, run_buffer, run_store, say
 
@@ -66,7 +68,9 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
     )
     _require_signal(batch, scores)
     store.put_object(batch.key, payload)
-    store.put_object(f"{name}.json", batch.model_dump_json().encode())
+    with contextlib.suppress(ObjectConflict):  # another run sealed the same rows at the same time
+        store.put_object(f"{name}.json", batch.model_dump_json().encode())
+    batch = find_sealed(run, iteration) or batch
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(rejected.items()) if count) or "none"
     carried = f", {batch.carried_in} inherited, {kept} kept" if batch.carried_in or kept else ""
     say("assemble", f"{len(train)} samples to train, rejected: {dropped}{carried}", iteration=iteration)

@@ -1,5 +1,7 @@
 """Versions of the policy: open or resume a campaign, make version 0, publish what a trainer made."""
 
+import json
+import secrets
 import time
 from typing import TYPE_CHECKING
 
@@ -7,7 +9,9 @@ from flytekit import task
 
 from tasks import placement
 from tasks.artifacts.critics import publish_critic
+from tasks.artifacts.errors import ObjectConflict
 from tasks.config import IMMUTABLE_SECTIONS, CampaignConfig, changes, with_overrides
+from tasks.experience.set_aside import owners, set_aside
 from tasks.records import CampaignRun, CampaignState, Candidate, Evaluation, PolicyVersion, SampleArchive
 from tasks.session import (
     CURRENT_RUN,
@@ -48,12 +52,8 @@ def open_campaign(
 
         require_free_space(store_folder(config), int(config.checkpoint.min_free_gb * 2**30))
     root = open_store(config, config.name)
-    lineages = sorted(
-        int(key.rsplit("/", 1)[1].removesuffix(".json")) for key in root.list_objects("lineages/")
-    )
-    lineage = (lineages[-1] if lineages else 0) + (1 if fresh or not lineages else 0)
+    lineage = _lineage(root, fresh=fresh)
     run = CampaignRun(config=config, lineage=lineage, code_revision=code_revision())
-    root.put_object(f"lineages/{lineage:04d}.json", b"{}")
     campaign = run_store(run)
     _refuse_another_lineage(campaign, run)
     root.replace_object(CURRENT_RUN, run.model_dump_json().encode())
@@ -85,7 +85,7 @@ def resume(run: CampaignRun) -> CampaignState:
         "resume",
         f"found version {head.version} after {done} iterations: {rest} (--fresh starts a new lineage)",
     )
-    _set_aside_pending(store, run, done)
+    set_aside(store, run, owners(store.history()))
     for published in range(max(0, done - run.config.schedule.max_staleness - 1), done):
         run_buffer(run).drop(published)  # a run killed between commit and drop left them
     first = head.version - done  # the version that iteration 0 trained; earlier ones never sample
@@ -151,6 +151,23 @@ def publish(run: CampaignRun, candidate: Candidate, archive: SampleArchive | Non
     return version
 
 
+def _lineage(root: "PolicyStore", *, fresh: bool) -> int:
+    """The newest lineage, or one that no other run has: of two that start at once, each claims its own."""
+    known = [int(key.rsplit("/", 1)[1].removesuffix(".json")) for key in root.list_objects("lineages/")]
+    if known and not fresh:
+        return max(known)
+    claim = json.dumps({"claim": secrets.token_hex(8)}).encode()
+    lineage = max(known, default=0) + 1
+    while True:
+        try:
+            root.put_object(f"lineages/{lineage:04d}.json", claim)
+            return lineage
+        except ObjectConflict:
+            if not fresh:
+                return lineage
+            lineage += 1
+
+
 def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun) -> None:
     """A campaign may resume with another schedule or learning rate, not with another model or other data."""
     head = store.head()
@@ -172,20 +189,3 @@ def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun) -> None:
     require_same_data(manifest, run_environment(run).fingerprint())
     for name, (old, new) in changed.items():
         say("resume", f"{name} changed since version {head.version}: {old!r} -> {new!r}")
-
-
-def _set_aside_pending(store: "PolicyStore", run: CampaignRun, iterations_done: int) -> None:
-    """Reject by name what an earlier configuration left pending: it was made under other rules."""
-    for name in store.list_objects("config/"):
-        digest = name.rsplit("/", 1)[1].removesuffix(".json")
-        if digest == run.config.digest():
-            continue
-        before = CampaignConfig.model_validate_json(store.get_object(name))
-        buffer = run_buffer(run, digest=digest)
-        for pending in range(iterations_done, iterations_done + before.schedule.max_staleness + 1):
-            samples, key = buffer.produced(pending).samples, f"set_aside/{pending:06d}-{digest}.json"
-            if samples and store.find_object(key) is None:
-                store.put_object(key, str(samples).encode())
-                buffer.drop(pending)
-                text = f"{samples} samples of an earlier configuration are rejected"
-                say("resume", text, iteration=pending)

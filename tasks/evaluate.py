@@ -1,10 +1,12 @@
 """Held-out score of a version, greedy and sampled; stored with the version's number."""
 
+import contextlib
 import time
 
 from flytekit import task
 
 from tasks import placement
+from tasks.artifacts.errors import ObjectConflict
 from tasks.records import CampaignRun, Evaluation, PolicyVersion
 from tasks.session import OPTIMIZER, run_store, say
 
@@ -22,7 +24,9 @@ def evaluate(run: CampaignRun, policy: PolicyVersion) -> Evaluation:
     with store.reading(policy, without=OPTIMIZER) as folder:
         evaluation = held_out_score(run, folder, policy.version, iteration=manifest.iteration)
     evaluation = evaluation.model_copy(update={"seconds": time.monotonic() - start})
-    store.put_object(key, evaluation.model_dump_json().encode())
+    with contextlib.suppress(ObjectConflict):  # a retry or another run was first, and took other seconds
+        store.put_object(key, evaluation.model_dump_json().encode())
+    evaluation = Evaluation.model_validate_json(store.get_object(key))
     say(
         "evaluate",
         f"v{policy.version} held-out exact match {evaluation.exact_sampled:.3f} sampled, "

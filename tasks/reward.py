@@ -51,6 +51,8 @@ def score(
             f"{prompts.num_portions}: workers were lost or barred. Nothing is lost with them; run the "
             "campaign again to go on from here."
         )
+    if buffer.produced(iteration).is_dropped:
+        return _report_of(_sealed_by_another(run, iteration))
     if prompts.refill == run.config.rollout.refill_rounds:
         buffer.close(iteration)  # from here on the iteration's counts are final
     reports = [report for report in rollouts if report is not None]
@@ -111,6 +113,17 @@ def _report(
         iteration=iteration,
     )
     return report
+
+
+def _sealed_by_another(run: CampaignRun, iteration: int) -> TrainBatch:
+    """The batch of a run beside this one, which published the iteration and freed its samples."""
+    if sealed := find_sealed(run, iteration):
+        return sealed
+    raise RuntimeError(
+        f"iteration {iteration} of {run.campaign} must keep its samples until it is trained, got them "
+        "dropped: another run of the campaign, with another configuration, set them aside. Let one run work "
+        "at a time, and run it again to go on."
+    )
 
 
 def _report_of(sealed: TrainBatch) -> ScoreReport:

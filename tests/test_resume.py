@@ -3,12 +3,12 @@
 import pytest
 
 from tasks.artifacts.manifest import Manifest
-from tasks.artifacts.store import open_store
+from tasks.artifacts.store import PolicyStore, open_store
 from tasks.checkpoint import open_campaign, resume
 from tasks.checkpoint import publish as publish_version
 from tasks.config import CampaignConfig, with_overrides
 from tasks.experience.records import Group, WorkItem
-from tasks.records import CampaignRun, Candidate
+from tasks.records import CampaignRun, Candidate, TrainBatch
 from tasks.reporting.collect import campaign_ledger
 from tasks.session import run_buffer, run_store
 
@@ -105,6 +105,56 @@ def test_pending_samples_of_an_earlier_configuration_are_rejected_by_name(run):
     assert run_buffer(run).take_rollouts("anyone", iteration=1, max_groups=9) == []  # freed
 
 
+def changed(run, rate=0.5):
+    """The same lineage under another configuration, whose run has begun."""
+    other = run.model_copy(update={"config": with_overrides(run.config, train__learning_rate=rate)})
+    run_store(other).put_object(
+        f"config/{other.config.digest()}.json", other.config.model_dump_json().encode()
+    )
+    return other
+
+
+def ledger(run):
+    store = run_store(run)
+    return campaign_ledger(store, run, store.history()).require_balanced()
+
+
+def test_a_run_comes_back_to_a_configuration_that_another_one_set_aside(run):
+    """Learning rate changed in the middle of an iteration, and changed back in the middle of the next try."""
+    publish(run, 2)
+    put_and_publish(run, iteration=0, samples=6)
+    other = changed(run)
+    resumed(other)
+    put_and_publish(other, iteration=0, samples=4)
+    resumed(run)
+    put_and_publish(run, iteration=0, samples=5)
+    (entry,) = ledger(run).iterations
+    assert (entry.pending, entry.rejected) == (5, {"configuration_changed": 4})
+    resumed(other)
+    assert run_buffer(run).produced(0).is_dropped and not run_buffer(other).produced(0).is_dropped
+
+
+def test_samples_are_not_rejected_for_a_run_that_set_them_aside_but_lost_the_race_to_publish(run):
+    """Two runs at once: the second sets aside what the first trains, which then publishes all the same."""
+    publish(run, 2)
+    put_and_publish(run, iteration=0, samples=6)
+    other = changed(run)
+    resumed(other)
+    put_and_publish(other, iteration=0, samples=4)
+    seal_and_publish(run, samples=6)
+    for _ in range(2):
+        (entry,) = ledger(run).iterations
+        assert (entry.produced, entry.trained, entry.rejected) == (10, 6, {"configuration_changed": 4})
+        resumed(run)  # frees what the loser left, and counts it once
+        assert run_buffer(other).produced(0).is_dropped
+
+
+def test_two_runs_that_start_a_new_lineage_at_once_get_one_each(run, monkeypatch):
+    arguments = {"name": None, "iterations": None, "learning_rate": None, "store": None, "fresh": True}
+    monkeypatch.setattr(PolicyStore, "list_objects", lambda *_: [])  # both looked before either wrote
+    assert [open_campaign.task_function(run.config, **arguments).lineage for _ in range(3)] == [1, 2, 3]
+
+
 def test_samples_of_an_unpublished_iteration_are_pending(run):
     publish(run, 2)
     put_and_publish(run, iteration=0, samples=4)
@@ -122,6 +172,23 @@ def put_and_publish(run, *, iteration, samples):
     (lease,) = buffer.lease("w", iteration=iteration, policy_version=1)
     buffer.publish(lease, [Group(group_id="g", num_samples=samples, payload=b"y")])
     buffer.settle(lease)
+
+
+def seal_and_publish(run, *, samples):
+    """Iteration 0 of a run, trained whole."""
+    store, key = run_store(run), f"batches/000000-{run.config.digest()}"
+    batch = TrainBatch(
+        iteration=0, objective="clipped_policy", key=f"{key}.arrow", sha256="s", num_samples=samples,
+        behavior_version=1, produced=samples, rejected={}, metrics={}, seconds={}, sealed_at=0.0,
+    )  # fmt: skip
+    store.put_object(f"{key}.json", batch.model_dump_json().encode())
+    trained = store.manifest(1).model_copy(
+        update={
+            "version": 2, "parent": 1, "kind": "iteration", "iteration": 1, "batch": f"{key}.arrow",
+            "num_samples": samples, "tensor_digest": "d2", "config_digest": run.config.digest(),
+        }
+    )  # fmt: skip
+    store.commit(trained)
 
 
 def test_fresh_opens_the_next_lineage_and_without_it_the_newest(run):

@@ -15,18 +15,20 @@ import pytest
 from campaigns import SMALL
 
 from tasks.archive import archive
+from tasks.artifacts.store import PolicyStore
 from tasks.buffer import assemble
 from tasks.checkpoint import initialize
 from tasks.config import CampaignConfig, with_overrides
 from tasks.embedded.files import is_held
-from tasks.experience.errors import WorkerBarred
+from tasks.evaluate import evaluate
+from tasks.experience.errors import IterationDropped, WorkerBarred
 from tasks.experience.records import Group
 from tasks.prompts import offer_prompts
 from tasks.records import CampaignRun, PolicyVersion, RolloutReport, TrainBatch
 from tasks.reward import score
 from tasks.rollout import rollout_worker
 from tasks.schema import PromptFrame, from_bytes
-from tasks.session import run_buffer, run_store
+from tasks.session import find_sealed, run_buffer, run_store
 
 
 @pytest.fixture
@@ -122,6 +124,45 @@ def test_the_archive_holds_every_produced_sample(run: CampaignRun) -> None:
     kept = archive(run=run, batch=batch, policy=version)
     assert kept.num_samples == batch.produced == batch.num_samples + sum(batch.rejected.values())
     assert archive(run=run, batch=batch, policy=version) == kept
+
+
+def test_of_two_that_seal_or_evaluate_at_once_the_first_stands(
+    run: CampaignRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry beside its predecessor, or the same command twice: they differ in the seconds they took."""
+    version = initialize(run=run)
+    generate(run, version)
+    generate(run, version)
+    batch, scored = seal(run, version), evaluate(run=run, policy=version)
+    looks: list[object] = []
+
+    def find_nothing_at_first(*arguments: object) -> TrainBatch | None:
+        looks.append(arguments)
+        return None if len(looks) == 1 else find_sealed(run, 0)
+
+    monkeypatch.setattr("tasks.buffer.find_sealed", find_nothing_at_first)
+    assert seal(run, version) == batch and len(looks) == 2
+    find = PolicyStore.find_object
+    monkeypatch.setattr(
+        PolicyStore,
+        "find_object",
+        lambda store, key: None if key.startswith("evaluations/") else find(store, key),
+    )
+    monkeypatch.setattr(PolicyStore, "get_object", find)
+    assert evaluate(run=run, policy=version) == scored
+
+
+def test_samples_that_another_run_set_aside_are_missed_before_anything_is_made_of_them(
+    run: CampaignRun,
+) -> None:
+    version = initialize(run=run)
+    generate(run, version)
+    prompts = offer_prompts(run=run, iteration=0, behavior=version)
+    run_buffer(run).drop(0)
+    with pytest.raises(RuntimeError, match="another run of the campaign, with another configuration"):
+        score(run=run, prompts=prompts, behavior=version, rollouts=[])
+    with pytest.raises(IterationDropped, match="or another run of the campaign set it aside"):
+        generate(run, version)
 
 
 def test_a_worker_that_publishes_garbage_is_named_and_its_work_redone(

@@ -345,12 +345,12 @@ class ExperienceBuffer:
 
     def produced(self, iteration: int) -> Produced:
         """The buffer's counters for the sample ledger; valid after ``drop``."""
-        names = ["produced", "duplicates", "refused", "late"]
+        names = ["produced", "duplicates", "refused", "late", "dropped"]
         found = self._shards.read("hmget", self._shards.key(iteration, "counters"), names)
-        samples, duplicates, refused, late = (
+        samples, duplicates, refused, late, gone = (
             sum(int(n or 0) for n in column) for column in zip(*found, strict=True)
         )
-        return Produced(samples=samples, duplicates=duplicates, refused=refused, late=late)
+        return Produced(samples=samples, duplicates=duplicates, refused=refused, late=late, is_dropped=gone > 0)
 
     def num_published(self, iteration: int) -> int:
         """Groups stored so far; what a quota counts."""
@@ -385,6 +385,11 @@ class ExperienceBuffer:
         """Bytes that each server uses, and those that it may use."""
         found = self._shards.read("info", "memory")
         return [(int(server["used_memory"]), int(server["maxmemory"])) for server in found]
+
+    def reopen(self, iteration: int) -> None:
+        """Let a dropped iteration that no version was trained on begin anew, its counters too."""
+        for shard in self._shards.numbers:
+            self._shards.run("reopen", iteration, [], shard)
 
     def check_server(self) -> None:
         """Refuse servers that may evict experience or are too old for the scripts."""

@@ -59,6 +59,8 @@ class Produced:
     """Samples, of ``samples``, that no scorer could read; their items were sampled again."""
     late: int = 0
     """Samples, not of ``samples``, that came after the iteration was closed."""
+    is_dropped: bool = False
+    """Whether the samples are gone: trained and published, or set aside."""
 
 
 Held = tuple[str, Group]

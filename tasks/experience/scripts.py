@@ -212,6 +212,11 @@ call('HDEL', counters, 'bytes_waiting')
 call('HSET', counters, 'dropped', 1)
 """
 
+# Of an iteration that was dropped, the mark and the counters: the next PUT begins it anew.
+REOPEN = """
+if call('HEXISTS', counters, 'dropped') == 1 then call('UNLINK', counters) end
+"""
+
 ALL = {
     "put": script(PUT),
     "take": script(TAKE),
@@ -226,4 +231,5 @@ ALL = {
     "close": script(CLOSE),
     "progress": script(PROGRESS),
     "drop": script(DROP),
+    "reopen": script(REOPEN),
 }

@@ -175,8 +175,8 @@ class Shards:
         if reply[0] == -2:
             raise IterationDropped(
                 f"iteration {iteration} of campaign {self.campaign} must be open to take work, got a "
-                "dropped one: its policy version is committed. Resume at the next iteration, or give a "
-                "fresh campaign a new name."
+                "dropped one: its policy version is committed, or another run of the campaign set it aside. "
+                "Let one run of a campaign work at a time, and run it again to go on."
             )
         if reply[0] == -3:
             raise ShardMismatch(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 
+from tasks.artifacts.errors import StoreError
 from tasks.artifacts.store import PolicyStore
 from tasks.config import CampaignConfig, with_overrides
 from tasks.experience.buffer import ExperienceBuffer
@@ -246,13 +247,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     require_existing(options.store)
-    follow = Follower(
-        with_overrides(
-            CampaignConfig(name=options.campaign),
+    try:
+        where = with_overrides(
+            CampaignConfig(),
+            name=options.campaign,
             checkpoint__store=options.store,
             checkpoint__endpoint_url=options.endpoint_url,
         )
-    )
+        follow = Follower(where)
+    except (ValueError, StoreError) as error:
+        raise SystemExit(str(error)) from None
     if options.metrics_port:
         serve_metrics(follow, options.metrics_port)
     elif follow() is None:

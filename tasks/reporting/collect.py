@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tasks.artifacts.lineage import diff
 from tasks.artifacts.manifest import Manifest
 from tasks.experience.ledger import CampaignLedger, IterationLedger
+from tasks.experience.set_aside import REASON, owners, set_aside_samples
 from tasks.records import CampaignRun, Evaluation, TrainBatch
 from tasks.session import run_buffer
 
@@ -107,12 +108,9 @@ def campaign_ledger(store: "PolicyStore", run: CampaignRun, manifests: list[Mani
     for iteration in range(done, done + run.config.schedule.max_staleness + 1):
         if samples := buffer.produced(iteration).samples:
             entries[iteration] = _unpublished(iteration, pending=samples)
-    for key in store.list_objects("set_aside/"):
-        iteration, count = int(key.split("/")[1].split("-")[0]), int(store.get_object(key))
+    for iteration, count in set_aside_samples(store, run, owners(manifests)).items():
         entry = entries.get(iteration) or _unpublished(iteration, pending=0)
-        rejected = entry.rejected | {
-            "configuration_changed": entry.rejected.get("configuration_changed", 0) + count
-        }
+        rejected = entry.rejected | {REASON: entry.rejected.get(REASON, 0) + count}
         entries[iteration] = entry.model_copy(
             update={"produced": entry.produced + count, "rejected": rejected}
         )
