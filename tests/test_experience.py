@@ -276,11 +276,11 @@ def test_drop_frees_all_but_the_counters_and_closes_the_iteration(
     for _ in range(2):
         buffer.drop(1)
         assert client.keys(f"{{{campaign}}}:1:*") == [f"{{{campaign}}}:1:counters".encode()]
-    assert buffer.produced(1) == Produced(samples=8, duplicates=0)
+    assert buffer.produced(1) == Produced(samples=8, duplicates=0, is_dropped=True)
     assert (buffer.outstanding(1), buffer.outstanding(2)) == (0, 1)
     with pytest.raises(LeaseLost):
         buffer.publish(lease, [group("c")])
-    with pytest.raises(IterationDropped, match="Resume at the next iteration"):
+    with pytest.raises(IterationDropped, match="Let one run of a campaign work at a time"):
         buffer.put_work([item(9)])
     assert not buffer.settle(lease) and buffer.publish_scored("s", 1, [(handle, taken)]) == 0
     assert buffer.lease("w", iteration=1) == []

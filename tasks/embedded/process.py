@@ -233,13 +233,23 @@ def _choose_ports(server: Server, folder: Path, port: int) -> list[int]:
             f"{folder} must have a free port. Set {server.port_field} to 0 (any free port), or end the "
             f"process that `ss -ltnp 'sport = :{port}'` names."
         )
-    last = folder / "last_port"
-    wanted = port or (int(last.read_text()) if last.exists() else 0)
+    wanted = port or _last_port(folder)
     return free_ports(server.num_ports, preferred=[wanted] if wanted else [])
 
 
-def _discovery(folder: Path) -> dict | None:
+def _last_port(folder: Path) -> int:
+    """A preference; 0 if there is none, or none that can be read: a lost power leaves empty files."""
     try:
-        return json.loads((folder / "server.json").read_bytes())
-    except FileNotFoundError:
+        last = int((folder / "last_port").read_text())
+    except (FileNotFoundError, ValueError):
+        return 0
+    return last if 0 < last < 1 << 16 else 0
+
+
+def _discovery(folder: Path) -> dict | None:
+    """None without a file, and with one that says nothing: whoever starts a server replaces it."""
+    try:
+        found = json.loads((folder / "server.json").read_bytes())
+    except (FileNotFoundError, ValueError):
         return None
+    return found if isinstance(found, dict) and {"token", "ports"} <= found.keys() else None

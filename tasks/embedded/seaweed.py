@@ -105,7 +105,7 @@ def _socket(name: str, port: int) -> str:
 
 def _write_credentials_once(path: Path) -> None:
     """Random key pair of this folder, kept for its life."""
-    if path.exists():
+    if path.exists() and path.stat().st_size:  # a machine that lost its power leaves empty files
         return
     credentials = [{"accessKey": secrets.token_hex(10), "secretKey": secrets.token_hex(20)}]
     actions = ["Admin", "Read", "Write", "List", "Tagging"]

@@ -24,13 +24,13 @@ def ensure_valkey(folder: Path, *, port: int = 0) -> str:
 def _plan(folder: Path, ports: list[int]) -> Launch:
     (folder / "data").mkdir(exist_ok=True)
     path = folder / "password"
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:  # a machine that lost its power leaves empty files
         write_private(path, secrets.token_hex(20))
     lines = [
         f"bind {HOST}",
         f"port {ports[0]}",
         f"requirepass {_password(folder)}",  # in a file: an argument would show in the process list
-        f'dir "{folder / "data"}"',
+        "dir data",  # below the folder that it starts in, whose name may hold quotes
         "appendonly yes",
         "appendfsync everysec",
         'save ""',
