@@ -17,6 +17,7 @@ from tasks.checkpoint import initialize, open_campaign
 from tasks.config import CampaignConfig, with_overrides
 from tasks.model_config import num_experts
 from tasks.records import CampaignRun, PolicyVersion
+from tasks.session import read_config
 
 
 def adopt(
@@ -52,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.write and options.write.exists():
         raise SystemExit(f"--write must name a file that does not exist, got {options.write}.")
+    config = read_config(options.config)
     try:
-        config = CampaignConfig.model_validate_json(json.dumps(yaml.safe_load(options.config.read_text())))
         run, version = adopt(config, options.folder, store=options.store, name=options.campaign)
     except ValueError as error:
         raise SystemExit(str(error)) from None

@@ -1,5 +1,6 @@
 """Where versions are kept; no torch."""
 
+import re
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -37,4 +38,11 @@ class CheckpointConfig(Section):
                 f"fetch={self.fetch}, whole_beside={self.whole_beside}, full_every={self.full_every}. Set "
                 "whole_beside, or leave fetch out."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _the_store_is_an_address(self) -> Self:
+        is_bucket = re.match(r"s3://[^/]", self.store)
+        if not is_bucket and (not self.store.strip() or "://" in self.store):
+            raise ValueError(f"store must be s3://bucket/prefix or a folder, got {self.store!r}. Set it so.")
         return self

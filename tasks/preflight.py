@@ -20,11 +20,11 @@ from typing import Any
 from flytekit import task
 
 from tasks import placement
-from tasks.config import CampaignConfig, with_overrides
+from tasks.config import CampaignConfig
 from tasks.planning.check import Wanted
 from tasks.planning.instances import gib
 from tasks.records import CampaignRun
-from tasks.session import ROOT, is_local_store, say, store_folder
+from tasks.session import ROOT, is_local_store, read_config, say, store_folder
 
 ROLES = ("laptop", "cpu", "rollout", "trainer", "cluster")
 POOL_ROLES = ("cpu", "rollout", "trainer")
@@ -136,8 +136,6 @@ def preflight_task(config: CampaignConfig, role: str) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    import yaml
-
     from tasks.planning.facts import read
     from tasks.planning.preflight import judge, table
 
@@ -150,8 +148,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--record", type=Path, help="write the facts and judge nothing")
     parser.add_argument("--facts", type=Path, help="judge recorded facts instead of this machine's")
     options = parser.parse_args(arguments)
-    config = CampaignConfig.model_validate(yaml.safe_load(options.config.read_text()))
-    config = with_overrides(config, checkpoint__store=options.store)
+    config = read_config(options.config, checkpoint__store=options.store)
     want = wanted(config, options.role)
     facts = json.loads(options.facts.read_text()) if options.facts else read(config, want, _cache(config))
     if options.record:

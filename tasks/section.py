@@ -15,7 +15,7 @@ class Section(BaseModel):
     """Values that refuse unknown keys and cannot change."""
 
     _json_schema: ClassVar[dict[str, Any]]
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)  # JSON has neither
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ asks.
 
 import hashlib
 import importlib.util
+import json
 import os
 import subprocess
 from functools import cache
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from tasks.config import CampaignConfig
+from tasks.config import CampaignConfig, ConfigError, with_overrides
 from tasks.records import CampaignRun, TrainBatch
 
 if TYPE_CHECKING:
@@ -45,6 +46,20 @@ def require_existing(store: str) -> None:
         raise SystemExit(
             f"--store must be s3://bucket/prefix or an existing folder, got {store}. Check the spelling."
         )
+
+
+def read_config(path: Path, **overrides: str | int | float | None) -> CampaignConfig:
+    """A command's ``--config`` with what its other arguments replace (``checkpoint__store=...``). What is
+    wrong with it ends the command in a few lines, without a traceback."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return with_overrides(CampaignConfig.model_validate_json(json.dumps(data)), **overrides)
+    except ConfigError as error:
+        raise SystemExit(f"{path}: {error}") from None
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:  # JSON has no dates, for one
+        raise SystemExit(f"--config must name a campaign's YAML, got {path}: {error}") from None
 
 
 def open_store(config: CampaignConfig, campaign: str) -> "PolicyStore":

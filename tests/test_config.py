@@ -1,6 +1,7 @@
 """What a configuration refuses at launch, and what the message says."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,11 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
             ["algorithm.num_minibatches must be at most the 4096 samples"],
         ),
         ({"name": "Bad Name"}, ["name: ", "'Bad Name'"]),
+        ({"train": {"max_grad_norm": math.inf}}, ["train.max_grad_norm: ", "finite number", "got inf"]),
+        ({"rollout": {"temperature": math.nan}}, ["rollout.temperature: ", "finite number", "got nan"]),
+        ({"checkpoint": {"store": ""}}, ["store must be s3://bucket/prefix or a folder, got ''"]),
+        ({"checkpoint": {"store": "s3:///x"}}, ["store must be s3://bucket/prefix", "'s3:///x'"]),
+        ({"checkpoint": {"store": "gs://b/x"}}, ["store must be s3://bucket/prefix", "'gs://b/x'"]),
         ({"rollout": {"workers": 0}, "train": {"ep": 3}}, ["rollout.workers", "train: ep must divide"]),
     ],
 )

@@ -10,7 +10,6 @@ share the queue. SIGTERM or a Spot notice drains it (exit 143).
 """
 
 import argparse
-import json
 import os
 import secrets
 import socket
@@ -19,11 +18,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import yaml
-
 from tasks.artifacts.store import PolicyStore
 from tasks.artifacts.version import PolicyVersion
-from tasks.config import CampaignConfig, with_overrides
 from tasks.engine.in_flight import newest_after, taking_newer
 from tasks.engine.make import make_engine, make_workers
 from tasks.engine.notices import Departure, departing
@@ -37,6 +33,7 @@ from tasks.session import (
     OPTIMIZER,
     open_store,
     other_code,
+    read_config,
     run_buffer,
     run_store,
     say,
@@ -146,6 +143,7 @@ def _may_sample(held: int | None, required: int, *, takes_newer: bool) -> bool:
 def follow(root: PolicyStore, *, name: str, departure: Departure) -> None:
     """Work until the departure."""
     worker, looked = StandingWorker(root, name=name, departure=departure), -LOOK_SECONDS
+    say("standing", f"{name} waits for what a run of {root.campaign} puts on its queue")
     while not departure.is_due:
         if time.monotonic() - looked >= LOOK_SECONDS:
             worker.look()
@@ -161,8 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--campaign", help="replaces name")
     parser.add_argument("--worker", help="name of this worker; default: host, process and a random part")
     options = parser.parse_args(arguments)
-    config = CampaignConfig.model_validate_json(json.dumps(yaml.safe_load(options.config.read_text())))
-    config = with_overrides(config, name=options.campaign, checkpoint__store=options.store)
+    config = read_config(options.config, name=options.campaign, checkpoint__store=options.store)
     # random: a restarted container has the host and process number of the one that was barred
     name = options.worker or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
     rollout = config.rollout

@@ -13,12 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
-from tasks.config import CampaignConfig, with_overrides
+from tasks.config import CampaignConfig
 from tasks.policy.update import update
 from tasks.records import CampaignRun, PolicyVersion, TrainBatch
-from tasks.session import CURRENT_RUN, find_sealed, open_store, run_store
+from tasks.session import CURRENT_RUN, find_sealed, open_store, read_config, run_store
 from tasks.train_config import TOPOLOGIES
 
 
@@ -64,8 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--iteration", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
-    config = CampaignConfig.model_validate(yaml.safe_load(options.config.read_text()))
-    config = with_overrides(config, checkpoint__store=options.store)
+    config = read_config(options.config, checkpoint__store=options.store)
     require_topology(config)
     candidate = update(*inputs(config, options.iteration))
     if os.environ.get("RANK", "0") == "0":

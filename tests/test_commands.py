@@ -1,0 +1,44 @@
+"""What the commands beside ``pyflyte run`` answer to a user's mistakes: a few words, and no traceback."""
+
+import pytest
+
+from tasks import adopt, preflight
+from tasks.engine import standing as worker
+from tasks.experience import watch
+from tasks.policy import launch
+from tasks.policy import standing as trainer
+
+COMMANDS = {
+    "worker": (worker.main, []),
+    "trainer": (trainer.main, []),
+    "launch": (launch.main, ["--iteration", "0", "--output", "candidate.json"]),
+    "preflight": (preflight.main, []),
+    "adopt": (adopt.main, ["--folder", "policy"]),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        (b"[1, 2", "expected ',' or ']'"),
+        (b"", "Input should be an object, got None"),
+        (b"nmae: laptop", "unknown key 'nmae'. Did you mean name?"),
+        (b"name: caf\xe9", "can't decode byte 0xe9"),
+        (b"name: 2026-11-30", "not JSON serializable"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_ends_a_command_in_a_few_words(command, content, words, tmp_path):
+    path = tmp_path / "campaign.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    main, more = COMMANDS[command]
+    with pytest.raises(SystemExit) as end:
+        main(["--config", str(path), *more])
+    assert words in str(end.value) and str(path) in str(end.value)
+
+
+def test_a_name_that_no_campaign_can_have_ends_a_command_in_a_few_words(tmp_path):
+    with pytest.raises(SystemExit, match=r"name: String should match pattern .*, got 'No Such!'"):
+        watch.main(["--once", "--store", str(tmp_path), "--campaign", "No Such!"])
