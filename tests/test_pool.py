@@ -48,6 +48,9 @@ class Torture:
         if response == "child":
             os.system("sleep 1000 &")
             time.sleep(1000)
+        if response == "fork":
+            os.fork()
+            return Outcome(kind="score", reward=0.5)
         if response == "huge":
             return Outcome(kind="failure", reason="x" * (2 << 20))
         if response == "lie":
@@ -134,6 +137,15 @@ def test_whatever_a_verifier_does_is_its_own_samples_failure(pool, text, reason)
     assert [outcome.kind for outcome in answers] == ["score", "failure", "score"]
     assert answers[1].reason.startswith(reason) and answers[1].reward is None
     assert pool.size == 2 and [as_outcome(a).reward for a in verify(pool, "3")] == [0.003]
+
+
+def test_a_verifier_whose_fork_returns_answers_its_call_once(pool):
+    """Two answers to one call would be taken for the next call's, and every reward behind it be another's."""
+    texts = [*map(str, range(40)), "fork", *map(str, range(40, 80))]
+    pool.run([Call(prompt_id="0", turns=(text,)) for text in map(str, range(200))])  # chunks grow
+    for _ in range(3):
+        rewards = [as_outcome(answer).reward for answer in verify(pool, *texts)]
+        assert rewards == [0.5 if text == "fork" else int(text) / 1000 for text in texts]
 
 
 def test_a_kill_ends_what_the_verifier_started(pool):

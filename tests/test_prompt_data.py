@@ -13,8 +13,11 @@ from tasks.environment_config import EnvironmentConfig
 from tasks.environments.make import make_environment
 from tasks.environments.mix import BLOCK, MixedEnvironment, Share
 from tasks.environments.order import PromptOrder, content_digest, split
+from tasks.environments.pool import Call
+from tasks.environments.problems import Problem, ProblemEnvironment
 from tasks.environments.prompt_files import read_rows
 from tasks.environments.protocol import Outcome
+from tasks.environments.scorer import judged
 
 
 def test_each_epoch_is_another_permutation_and_a_position_alone_names_its_prompt():
@@ -234,6 +237,42 @@ def test_a_row_without_its_fields_and_a_path_without_files_are_named(tmp_path):
         from_files(path)
     with pytest.raises(ValueError, match=r"prompt_files\.path must name files that end in"):
         from_files(tmp_path / "nothing*")
+
+
+def test_a_line_of_json_ends_at_a_line_feed_and_nowhere_else(tmp_path):
+    texts = [f"a{mark}b" for mark in ("\u2028", "\u2029", "\x85", "\x1c")] + ["c", "d", "e"]
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": text, "answer": "1"}, ensure_ascii=False) for text in texts]
+    path.write_text("\r\n".join(lines) + "\n", encoding="utf-8")
+    assert [problem.text for problem in from_files(path).problems] == texts
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (
+            "rows.jsonl",
+            '{"prompt": "1", "answer": "1"}\n{"prompt": \n',
+            r"rows.jsonl line 2: Expecting value",
+        ),
+        ("rows.json", '{"rows": []}', r"a list of rows, or one under 'data'"),
+        ("rows.json", "", r"a list of rows, or one under 'data'"),
+        ("rows.jsonl", "[1, 2]\n", r"row 0 must be an object with fields, got \[1, 2\]"),
+    ],
+)
+def test_a_file_that_is_no_table_is_named_with_the_place(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=words):
+        from_files(tmp_path / name)
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), -float("inf"), 85.0, -1.0, "1.0"])
+def test_a_score_outside_its_range_is_a_failure_and_not_the_nearest_reward(score):
+    problems = [Problem(text=str(n), answer="") for n in range(9)]
+    environment = ProblemEnvironment(problems, score=lambda *_: score, name="n", held_out=1, seed=0)
+    prompt = environment.train_prompt(0).prompt_id
+    outcome = judged(environment, Call(prompt_id=prompt, turns=("x",)))
+    assert (outcome.kind, outcome.reward) == ("failure", None) and outcome.reason
 
 
 def test_a_known_answer_that_cannot_be_read_is_an_abstention_and_never_a_zero(tmp_path):

@@ -8,6 +8,8 @@ from tasks.environments.protocol import Outcome, Prompt
 
 Verify = Callable[[int, str], float | None]
 """(index of the problem, response) -> score from 0 to 1, or None to abstain."""
+TOLERANCE = 1e-6
+"""Of a score that was summed up from parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,8 @@ class ProblemEnvironment:
         reward = self.score(self.index(prompt_id), response)
         if reward is None:
             return Outcome(kind="abstain", reason="the verifier could not judge it")
+        if not -TOLERANCE <= reward <= 1 + TOLERANCE:  # NaN neither
+            raise ValueError(f"score must return a number from 0 to 1, or None to abstain, got {reward}.")
         return Outcome(kind="score", reward=min(max(float(reward), 0.0), 1.0), is_exact=reward >= 1.0)
 
     def index(self, prompt_id: str) -> int:

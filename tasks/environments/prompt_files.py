@@ -56,20 +56,37 @@ def read_rows(path: str, *, field: str) -> Iterable[tuple[str, dict[str, Any]]]:
             "found. Check the path; relative ones start at the folder the run was started in."
         )
     for name in files:
-        for number, row in enumerate(_read(Path(name))):
+        for number, row in enumerate(_read(Path(name), field)):
+            if not isinstance(row, dict):
+                raise ValueError(f"{name} row {number} must be an object with fields, got {row!r:.80}.")
             yield f"{name} row {number}", row
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path, field: str) -> list[Any]:
     if path.suffix == ".parquet":
         import polars as pl
 
         return pl.read_parquet(path).to_dicts()
     text = path.read_text(encoding="utf-8")
+    # at line feeds alone: JSON's strings may hold what str.splitlines takes for ends of lines, such as U+2028
+    parts = text.split("\n") if path.suffix == ".jsonl" else [text]
+    rows: list[Any] = []
+    for number, part in enumerate(parts, start=1):
+        try:
+            rows += [json.loads(part)] if part.strip() else []
+        except ValueError as error:
+            raise ValueError(
+                f"{field} must name files of valid JSON, got {path} line {number}: {error}. Mend the file."
+            ) from None
     if path.suffix == ".jsonl":
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    rows = json.loads(text)
-    return rows if isinstance(rows, list) else rows["data"]
+        return rows
+    table = rows[0].get("data") if rows and isinstance(rows[0], dict) else next(iter(rows), None)
+    if not isinstance(table, list):
+        raise ValueError(
+            f"{field} must name JSON files with a list of rows, or one under 'data', got {path}. Convert it "
+            "to .jsonl."
+        )
+    return table
 
 
 def _problem(row: dict[str, Any], config: PromptFilesConfig, where: str) -> Problem:
