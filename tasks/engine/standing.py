@@ -10,6 +10,7 @@ share the queue. SIGTERM or a Spot notice drains it (exit 143).
 """
 
 import argparse
+import json
 import os
 import secrets
 import socket

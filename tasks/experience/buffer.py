@@ -350,7 +350,9 @@ class ExperienceBuffer:
         samples, duplicates, refused, late, gone = (
             sum(int(n or 0) for n in column) for column in zip(*found, strict=True)
         )
-        return Produced(samples=samples, duplicates=duplicates, refused=refused, late=late, is_dropped=gone > 0)
+        return Produced(
+            samples=samples, duplicates=duplicates, refused=refused, late=late, is_dropped=gone > 0
+        )
 
     def num_published(self, iteration: int) -> int:
         """Groups stored so far; what a quota counts."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 REQUEST = "update.json"
 POLL_SECONDS = 0.1
+SAY_SECONDS = 30.0
 
 
 def answer_key(token: str) -> str:
@@ -79,6 +80,7 @@ def await_candidate(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) 
     root, store = open_store(run.config, run.config.name), run_store(run)
     root.replace_object(REQUEST, request.model_dump_json().encode())
     limit, start = run.config.train.standing_timeout_seconds, time.monotonic()
+    spoke = start
     while (found := store.find_object(request.answer_key)) is None:
         if time.monotonic() - start > limit:
             raise RuntimeError(
@@ -87,6 +89,10 @@ def await_candidate(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) 
                 "tasks.policy.standing --config ...`, this store and the code "
                 f"{run.code_revision}, then run the campaign again."
             )
+        if time.monotonic() - spoke > SAY_SECONDS:
+            spoke = time.monotonic()
+            text = f"waits for a standing trainer since {spoke - start:.0f} s, for at most {limit:g} s"
+            say("train", text, iteration=batch.iteration if batch.iteration >= 0 else None)
         time.sleep(POLL_SECONDS)
     answer = UpdateAnswer.model_validate_json(found)
     if answer.candidate is None:

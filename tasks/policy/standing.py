@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-import yaml
 
-from tasks.config import CampaignConfig, with_overrides
+from tasks.config import CampaignConfig
 from tasks.policy.launch import require_topology
 from tasks.policy.pool import UpdateAnswer, UpdateRequest, await_request, put_answer
 from tasks.policy.process_group import process_group
@@ -27,7 +26,7 @@ from tasks.policy.pulse import PULSE
 from tasks.policy.resident import Resident
 from tasks.policy.stopping import StopRequest, exit_on_sigterm
 from tasks.policy.update import update_on_ranks
-from tasks.session import open_store, run_store, say
+from tasks.session import open_store, read_config, run_store, say
 
 
 def is_common(token: str) -> bool:
@@ -54,6 +53,8 @@ def follow(campaign: CampaignConfig, stop: StopRequest, *, updates: int = 0) -> 
     """Answer one request of the campaign after another; with ``updates``, only so many."""
     is_speaker = os.environ["RANK"] == "0"
     wait = partial(await_request, campaign, open_store(campaign, campaign.name), is_speaker=is_speaker)
+    if is_speaker:
+        say("trainer", f"waits for what a run of {campaign.name} asks for")
     first = wait(after="")
     config, done, count = first.run.config, "", 0
     require_topology(config)
@@ -81,8 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--campaign", help="replaces name")
     parser.add_argument("--pulse", type=Path, help="file that is touched whenever the ranks move")
     options = parser.parse_args(arguments)
-    config = CampaignConfig.model_validate(yaml.safe_load(options.config.read_text()))
-    config = with_overrides(config, name=options.campaign, checkpoint__store=options.store)
+    config = read_config(options.config, name=options.campaign, checkpoint__store=options.store)
     if "RANK" not in os.environ:
         raise SystemExit("tasks.policy.standing must be started by torchrun, got no RANK.")
     PULSE.path = options.pulse
