@@ -155,6 +155,7 @@ def test_without_a_trainer_the_update_stage_says_that_it_waits_and_how_to_start_
         RuntimeError, match=r"within train.standing_timeout_seconds=0.3, .*version 0.*torchrun"
     ):
         await_candidate(run, batch, policy)
+    assert "waits for a standing trainer since" in capsys.readouterr().out
     root = open_store(run.config, "stays")
     first = UpdateRequest.model_validate_json(root.get_object(REQUEST))
     assert (first.run, first.batch, first.policy) == (run, batch, policy)

@@ -347,11 +347,11 @@ class ExperienceBuffer:
         """The buffer's counters for the sample ledger; valid after ``drop``."""
         names = ["produced", "duplicates", "refused", "late", "dropped"]
         found = self._shards.read("hmget", self._shards.key(iteration, "counters"), names)
-        samples, duplicates, refused, late, gone = (
+        samples, twice, refused, late, gone = (
             sum(int(n or 0) for n in column) for column in zip(*found, strict=True)
         )
         return Produced(
-            samples=samples, duplicates=duplicates, refused=refused, late=late, is_dropped=gone > 0
+            samples=samples, duplicates=twice, refused=refused, late=late, is_dropped=gone > 0
         )
 
     def num_published(self, iteration: int) -> int:
