@@ -23,7 +23,7 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
     from tasks.rl.assembly import KEPT, assemble_frame, newest_version
     from tasks.schema import ScoredFrame, from_bytes, to_bytes
 
-    start, iteration, store = time.monotonic(), scores.iteration, run_store(run)
+    start, iteration = time.monotonic(), scores.iteration
     name = batch_name(run, iteration)
     if sealed := find_sealed(run, iteration):
         batch = sealed.model_copy(update={"sealed_at": time.time()})
@@ -67,14 +67,21 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
         },
     )
     _require_signal(batch, scores)
-    store.put_object(batch.key, payload)
-    with contextlib.suppress(ObjectConflict):  # another run sealed the same rows at the same time
-        store.put_object(f"{name}.json", batch.model_dump_json().encode())
-    batch = find_sealed(run, iteration) or batch
+    batch = _seal(run, batch, payload)
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(rejected.items()) if count) or "none"
     carried = f", {batch.carried_in} inherited, {kept} kept" if batch.carried_in or kept else ""
     say("assemble", f"{len(train)} samples to train, rejected: {dropped}{carried}", iteration=iteration)
     return batch
+
+
+def _seal(run: CampaignRun, batch: TrainBatch, payload: bytes) -> TrainBatch:
+    """Store the rows, then what is said of them; of two that seal the same rows at once, the first stands."""
+    store = run_store(run)
+    store.put_object(batch.key, payload)
+    with contextlib.suppress(ObjectConflict):
+        key = f"{batch_name(run, batch.iteration)}.json"
+        store.put_object(key, batch.model_dump_json().encode())
+    return find_sealed(run, batch.iteration) or batch
 
 
 def _score_metrics(scores: ScoreReport) -> dict[str, float]:

@@ -291,25 +291,6 @@ def test_a_stale_discovery_file_is_ignored(tmp_path: Path) -> None:
         assert ping(url) == b"+OK\r\n+PONG\r\n"
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"{}", b"70000"])
-def test_files_that_a_lost_power_left_empty_or_cut_do_not_keep_a_server_down(
-    tmp_path: Path, damage: bytes
-) -> None:
-    folder = tmp_path / "valkey"
-    folder.mkdir()
-    for name in ("server.json", "last_port"):
-        (folder / name).write_bytes(damage)
-    (folder / "password").touch()
-    url = ensure_valkey(tmp_path)
-    assert ping(url) == b"+OK\r\n+PONG\r\n" and "valkey://:@" not in url
-
-
-@pytest.mark.parametrize("name", ['quo"te', "back\\slash", "line\nfeed", "with space # \u00fc"])
-def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
-    assert ping(ensure_valkey(tmp_path / name)) == b"+OK\r\n+PONG\r\n"
-    assert list((tmp_path / name / "valkey/data").iterdir()), "the append-only file"
-
-
 def test_a_fixed_port_that_is_taken_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as foreign:
         port = foreign.getsockname()[1]

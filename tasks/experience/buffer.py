@@ -350,9 +350,7 @@ class ExperienceBuffer:
         samples, twice, refused, late, gone = (
             sum(int(n or 0) for n in column) for column in zip(*found, strict=True)
         )
-        return Produced(
-            samples=samples, duplicates=twice, refused=refused, late=late, is_dropped=gone > 0
-        )
+        return Produced(samples=samples, duplicates=twice, refused=refused, late=late, is_dropped=gone > 0)
 
     def num_published(self, iteration: int) -> int:
         """Groups stored so far; what a quota counts."""

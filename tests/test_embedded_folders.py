@@ -1,0 +1,27 @@
+"""Folders of embedded servers: what a lost power leaves in them, and what they may be called."""
+
+from pathlib import Path
+
+import pytest
+from test_embedded import ping
+
+from tasks.embedded.valkey import ensure_valkey
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"{}", b"70000"])
+def test_files_that_a_lost_power_left_empty_or_cut_do_not_keep_a_server_down(
+    tmp_path: Path, damage: bytes
+) -> None:
+    folder = tmp_path / "valkey"
+    folder.mkdir()
+    for name in ("server.json", "last_port"):
+        (folder / name).write_bytes(damage)
+    (folder / "password").touch()
+    url = ensure_valkey(tmp_path)
+    assert ping(url) == b"+OK\r\n+PONG\r\n" and "valkey://:@" not in url
+
+
+@pytest.mark.parametrize("name", ['quo"te', "back\\slash", "line\nfeed", "with space # \u00fc"])
+def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    assert ping(ensure_valkey(tmp_path / name)) == b"+OK\r\n+PONG\r\n"
+    assert list((tmp_path / name / "valkey/data").iterdir()), "the append-only file"
