@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from tasks.config import CampaignConfig, ConfigError, with_overrides
+from tasks.config import CampaignConfig, with_overrides
 from tasks.records import CampaignRun, TrainBatch
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ def read_config(path: Path, **overrides: str | int | float | None) -> CampaignCo
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
         return with_overrides(CampaignConfig.model_validate_json(json.dumps(data)), **overrides)
-    except ConfigError as error:
-        raise SystemExit(f"{path}: {error}") from None
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:  # JSON has no dates, for one
         raise SystemExit(f"--config must name a campaign's YAML, got {path}: {error}") from None
 

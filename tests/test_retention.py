@@ -189,6 +189,16 @@ def test_the_command_shows_first_and_removes_only_when_told(policy_store, store_
         versions.main(["describe", *where, "9"])
 
 
+@pytest.mark.parametrize("hours", [-5.0, 0.0, float("nan"), float("inf"), 1e30])
+def test_hours_that_hold_nothing_or_name_no_date_are_refused(policy_store, hours):
+    """A hold of -5 hours said that the version was held, and had run out; an endless one was a traceback."""
+    with pytest.raises(ValueError, match=r"hours must be above 0 .* Leave it out"):
+        hold(policy_store, 0, "me", hours=hours)
+    if hours:
+        with pytest.raises(ValueError, match="min_age_hours from 0 to"):
+            Keep(min_age_hours=hours)
+
+
 def test_nothing_to_retire_is_an_error(policy_store):
     with pytest.raises(ValueError, match="must have versions to retire some, got none"):
         plan_retention(policy_store, Keep())

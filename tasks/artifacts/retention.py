@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
 
 HOLDS = "holds/"
+MOST_HOURS = 1_000_000
+"""A century; a date cannot be so far away that it has no year."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,10 +47,11 @@ class Keep:
     min_age_hours: float = 24.0
 
     def __post_init__(self) -> None:
-        if self.last < 1 or self.every < 0 or self.best < 0 or self.min_age_hours < 0:
+        if self.last < 1 or self.every < 0 or self.best < 0 or not 0 <= self.min_age_hours <= MOST_HOURS:
             raise ValueError(
-                f"last must be at least 1, every, best and min_age_hours at least 0, got last={self.last}, "
-                f"every={self.every}, best={self.best}, min_age_hours={self.min_age_hours}."
+                f"last must be at least 1, every and best at least 0, min_age_hours from 0 to {MOST_HOURS}, "
+                f"got last={self.last}, every={self.every}, best={self.best}, "
+                f"min_age_hours={self.min_age_hours}."
             )
 
 
@@ -207,6 +210,11 @@ def evaluation_scores(store: "PolicyStore", metric: str) -> dict[int, float]:
 
 def hold(store: "PolicyStore", version: int, holder: str, *, hours: float | None) -> None:
     """Keep a version for a reader: for some hours, or until it is released."""
+    if hours is not None and not 0 < hours <= MOST_HOURS:
+        raise ValueError(
+            f"hours must be above 0 and at most {MOST_HOURS}, got {hours:g}. Leave it out to hold the "
+            "version until it is released."
+        )
     store.reference(version)
     until = None if hours is None else (datetime.now(UTC) + timedelta(hours=hours)).isoformat()
     store.replace_object(_hold_key(version, holder), json.dumps({"until": until}).encode())
