@@ -11,6 +11,7 @@ recoverable instead, so that Flyte runs it again. With several nodes the process
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -115,7 +116,12 @@ class TorchElasticTask(PytorchElasticFunctionTask):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default too
         # told to stop, ranks store what they have done; torch kills them after 30 s unless it is told
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-        from torch.distributed.elastic.multiprocessing.api import SignalException
+        with tempfile.TemporaryDirectory(prefix="moe-rl-ranks-") as logs:  # torch's own would stay
+            return self._launch(logs, kwargs)
+
+    def _launch(self, logs: str, inputs: Mapping[str, Any]) -> Any:
+        """With a folder for what ranks say of their errors."""
+        from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -131,10 +137,11 @@ class TorchElasticTask(PytorchElasticFunctionTask):
             max_restarts=settings.max_restarts,
             monitor_interval=settings.monitor_interval,
             start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         function = cloudpickle.dumps(self._task_function)
         try:
-            results = elastic_launch(config, run_rank)(RANK_SERVER.changes(), function, kwargs)
+            results = elastic_launch(config, run_rank)(RANK_SERVER.changes(), function, inputs)
         except ChildFailedError as failed:
             _, first = failed.get_first_failure()
             raise FlyteUserRuntimeException(failed, timestamp=first.timestamp) from failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 import pytest
 from flytekit import task
@@ -49,9 +50,13 @@ def test_ranks_see_the_environment_of_their_launch_not_of_the_servers_start(monk
     assert look(name="PATH")[2] == "unset"
 
 
-def test_the_error_of_a_rank_reaches_whoever_ran_the_task():
+def test_the_error_of_a_rank_reaches_whoever_ran_the_task_and_no_folder_stays(tmp_path, monkeypatch):
+    """An empty folder a training, hundreds a campaign, stayed on the temporary disk."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    look(name="X")
     with pytest.raises(Exception, match=r"rank \d must be well, got ill"):
         fail()
+    assert not [*tmp_path.glob("torchelastic_*"), *tmp_path.glob("moe-rl-ranks-*")]
 
 
 @pytest.mark.gpu
