@@ -87,7 +87,7 @@ def test_a_plan_changes_nothing_and_what_is_young_or_held_stays(policy_store, st
     plan = plan_retention(policy_store, Keep(last=1, best=0))
     assert (plan.keys, plan.young) == ([], 4)  # a candidate's files are not older than a day
     hold(policy_store, 1, "reader", hours=None)
-    hold(policy_store, 2, "gone", hours=-1)
+    hold(policy_store, 2, "gone", hours=1e-9)
     keys.add(f"{policy_store.root}holds/000000000001/reader.json")
     keys.add(f"{policy_store.root}holds/000000000002/gone.json")
     plan = plan_retention(policy_store, Keep(last=1, best=0, min_age_hours=0))
