@@ -106,9 +106,10 @@ def test_a_standing_worker_takes_a_version_that_is_published_while_it_samples(
     assert "loaded v1" in (said := capsys.readouterr().out) and "loaded v3" in said
 
 
-def test_a_worker_that_joins_late_begins_with_the_newest_version(
-    store_folder: Path, campaign: str, folders: dict[int, Path], engine: Publishes
-) -> None:
+def test_a_worker_that_joins_late_begins_with_the_newest_version_and_stays_with_it(
+    store_folder: Path, campaign: str, folders: dict[int, Path], engine: Publishes,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     run = follow_newest(store_folder, campaign, folders[5])
     worker = standing(store_folder, campaign)
     worker.look()
@@ -116,8 +117,10 @@ def test_a_worker_that_joins_late_begins_with_the_newest_version(
     assert worker.work() == 1 and engine.version == 1
     frame = samples(run)
     assert set(frame["policy_version"]) == {1} and frame["version_spans"].null_count() == len(frame)
-    put(run_buffer(run), 1, version=1, iteration=3)  # no load between iterations that it may sample
+    put(run_buffer(run), 1, version=0, iteration=3)  # no load for an iteration that it may sample
     assert worker.work() == 1
+    said = capsys.readouterr().out
+    assert said.count(" loaded v") == said.count(" loaded v1 ") == 1
 
 
 def test_a_worker_that_has_to_leave_finishes_what_it_holds_with_the_version_it_has(
