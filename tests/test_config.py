@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tasks.config import CampaignConfig, ConfigError, changes, with_overrides
+from tasks.section import Section
 from tasks.train_config import TOPOLOGIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -220,3 +221,19 @@ def test_sglang_on_cuda_is_refused_in_float32():
         CampaignConfig.model_validate_json('{"rollout": {"engine": "sglang"}}')
     CampaignConfig.model_validate_json('{"rollout": {"engine": "sglang"}, "model": {"dtype": "bfloat16"}}')
     CampaignConfig.model_validate_json('{"rollout": {"engine": "sglang", "sglang": {"deterministic": true}}}')
+
+
+def test_flyte_knows_the_type_of_every_field(monkeypatch):
+    """It warns of others each time it looks, at every task of a graph: ten times in a small run."""
+    from flytekit.extras.pydantic_transformer import transformer
+
+    import tasks.records
+
+    said: list[str] = []
+    monkeypatch.setattr(transformer.logger, "warning", said.append)
+    records = [value for value in vars(tasks.records).values() if isinstance(value, type)]
+    sections = [record for record in records if issubclass(record, Section) and record is not Section]
+    assert CampaignConfig in sections and tasks.records.CampaignRun in sections
+    for section in sections:
+        transformer.PydanticTransformer().get_literal_type(section)
+    assert not said
