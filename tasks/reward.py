@@ -26,7 +26,7 @@ def score(
     With ``reward.overlap`` it starts beside the workers and waits for the queue, not for them. ``before`` is
     the report of the iteration without its last refill; this one sums up both.
     """
-    from tasks.engine.pool import await_queue, pool_reports
+    from tasks.engine.standing_pool import await_queue, pool_reports
     from tasks.environments.intake import Intake
     from tasks.environments.scorer import make_scorer
     from tasks.policy.tokenizer import load_tokenizer

@@ -66,7 +66,7 @@ def rollout_worker(
 @task(**placement.CPU.task_arguments())
 def await_rollouts(run: CampaignRun, prompts: PromptSet) -> list[RolloutReport]:
     """The generate stage of a standing pool: wait until its workers have emptied the queue."""
-    from tasks.engine.pool import await_queue, pool_reports
+    from tasks.engine.standing_pool import await_queue, pool_reports
 
     await_queue(run, prompts)
     reports = pool_reports(run, prompts)

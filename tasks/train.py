@@ -66,7 +66,7 @@ def update_policy_cluster_16x8(run: CampaignRun, batch: TrainBatch, policy: Poli
 @task(**placement.CPU.task_arguments())
 def await_update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
     """The update stage of a standing trainer: ask it, and wait for the candidate."""
-    from tasks.policy.pool import await_candidate
+    from tasks.policy.request import await_candidate
 
     return await_candidate(run, batch, policy)
 

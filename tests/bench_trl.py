@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tasks.config import CampaignConfig
 from tasks.environments.scoring import judge
-from tasks.policy.update import learning_rate
+from tasks.policy.trainee import learning_rate
 from tasks.policy.weights import disk_tensors, write_index
 
 REACHED = 0.9

@@ -31,16 +31,17 @@ from tasks.policy.beside import with_column
 from tasks.policy.chat import Chat
 from tasks.policy.critic import Critic, read_values, train_critic
 from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.epoch import Trainee, train
+from tasks.policy.epoch import train
 from tasks.policy.mesh import make_mesh
 from tasks.policy.model import build_random, load_policy
 from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.progress import Progress
 from tasks.policy.reading import read_rows
+from tasks.policy.routers import Routers
 from tasks.policy.routing import Routing
 from tasks.policy.tokenizer import character_tokenizer, prompt_ids
+from tasks.policy.trainee import Trainee, learning_rate
 from tasks.policy.trainer import make_optimizer, policy_reader
-from tasks.policy.update import learning_rate
 from tasks.rl.assembly import assemble_frame
 from tasks.rl.refill import refill_sizes, telling_prompts
 from tasks.schema import ScoredFrame, make_frame
@@ -256,8 +257,8 @@ class Loop:
     def _train(self, optimizer: Any, rows: list[dict[str, Any]], objective: str) -> dict[str, float]:
         nonfinite: Any = NonFiniteSteps(None, iteration=0, rank=0, limit=1, in_a_row=0)  # type: ignore[arg-type]
         trainee = Trainee(
-            self.model, optimizer, self.mesh, progress=Progress(), nonfinite=nonfinite, balance=None,
-            routing=self.routing,
+            self.model, optimizer, self.mesh, progress=Progress(), nonfinite=nonfinite,
+            routers=Routers(routing=self.routing),
         )  # fmt: skip
         return train(trainee, rows, self.config, objective=objective)
 

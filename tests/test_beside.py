@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,19 @@ from test_packing import rows
 from transformers import PreTrainedModel
 
 from tasks.config import CampaignConfig
-from tasks.policy.beside import Bench, with_other_versions, with_proximal
+from tasks.policy.beside import with_other_versions, with_proximal
 from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.mesh import make_mesh
-from tasks.policy.model import load_policy
+from tasks.policy.model import Head, load_policy
 from tasks.policy.progress import Progress
 from tasks.policy.trainer import token_logprobs_and_entropy
+from tasks.policy.workbench import Workbench
 from tasks.records import CampaignRun, TrainBatch
 
 
 def make_bench(
     store: Any, store_folder: Path, algorithm: dict, *, objective: str = "clipped_policy"
-) -> Bench:
+) -> Workbench:
     config = CampaignConfig.model_validate(
         {
             "algorithm": algorithm,
@@ -40,21 +42,26 @@ def make_bench(
         rejected={}, metrics={}, seconds={}, sealed_at=0.0,
     )  # fmt: skip
 
-    earlier = {id(found) for found in gc.get_objects() if issubclass(type(found), PreTrainedModel)}
-
-    def load(folder: Path, *, head: Any = "tokens") -> PreTrainedModel:
-        gc.collect()
-        models = [found for found in gc.get_objects() if issubclass(type(found), PreTrainedModel)]
-        assert not [found for found in models if id(found) not in earlier], "of another test, or of this one"
-        return load_policy(folder, dispatcher=LocalDispatcher(), head=head)
-
-    def nothing(*_: Any) -> Any:
-        raise AssertionError("nothing is trained or stored here")
-
-    return Bench(
+    return OneAtATime(
         run=CampaignRun(config=config, lineage=1, code_revision="test"), store=store, batch=batch,
-        mesh=make_mesh(1, 1), progress=Progress(), load=load, optimizer=nothing, save=nothing,
+        mesh=make_mesh(1, 1), dispatcher=LocalDispatcher(), progress=Progress(),
     )  # fmt: skip
+
+
+def models_in_memory() -> set[int]:
+    gc.collect()
+    return {id(found) for found in gc.get_objects() if issubclass(type(found), PreTrainedModel)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneAtATime(Workbench):
+    """Refuses to load a model beside one that it loaded before; nothing is trained or stored here."""
+
+    earlier: set[int] = field(default_factory=models_in_memory)
+
+    def load(self, folder: Path, *, head: Head = "tokens") -> PreTrainedModel:
+        assert models_in_memory() <= self.earlier, "of another test, or of this one"
+        return Workbench.load(self, folder, head=head)
 
 
 def said(model: PreTrainedModel, row: dict) -> list[float]:

@@ -26,11 +26,12 @@ from test_update import ROOT, TINY, train_batch
 from tasks.artifacts.manifest import Manifest
 from tasks.config import CampaignConfig, with_overrides
 from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.epoch import Trainee, train
+from tasks.policy.epoch import train
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.mesh import make_mesh
 from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.progress import Progress
+from tasks.policy.trainee import Trainee
 from tasks.policy.trainer import make_optimizer
 from tasks.records import CampaignRun, PolicyVersion
 from tasks.session import run_store
@@ -100,7 +101,6 @@ def check_slow(rank: int, world_size: int) -> None:
         make_mesh(world_size, 1),
         progress=Progress(),
         nonfinite=NonFiniteSteps(store, iteration=3, rank=rank, limit=2, in_a_row=0),
-        balance=None,
     )
     metrics = train(trainee, train_rows(bad=set()), CONFIG, objective="clipped_policy")
     slow = {name: times for name, times in metrics.items() if name.startswith("slow_rank/")}

@@ -22,11 +22,12 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from tasks.config import CampaignConfig
 from tasks.elastic import TrainingPreempted
 from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.epoch import Trainee, train
+from tasks.policy.epoch import train
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.mesh import make_mesh
 from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.progress import BLOCKED, Progress, Sign, Watchdog, slow_ranks, standing_still
+from tasks.policy.trainee import Trainee
 from tasks.policy.trainer import make_optimizer
 from tasks.schema import TrainFrame, from_bytes
 from tasks.train import UPDATE_POLICY
@@ -175,7 +176,6 @@ def trainee(policy_store: Any, *, limit: int, in_a_row: int = 0) -> Trainee:
         make_mesh(1, 1),
         progress=Progress(),
         nonfinite=NonFiniteSteps(policy_store, iteration=3, rank=0, limit=limit, in_a_row=in_a_row),
-        balance=None,
     )
 
 

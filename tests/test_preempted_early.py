@@ -38,9 +38,9 @@ def while_it_loads(do: Callable[[], None], *, head: str = "tokens") -> Callable[
     """Call ``do`` when a rank has the policy, or the critic, half in memory."""
 
     def hurt() -> None:
-        from tasks.policy import model, update
+        from tasks.policy import model, workbench
 
-        load, fill = update.load_policy, model.fill
+        load, fill = workbench.load_policy, model.fill
 
         def load_policy(*args: Any, **kwargs: Any) -> Any:
             if kwargs["head"] == head:
@@ -48,7 +48,7 @@ def while_it_loads(do: Callable[[], None], *, head: str = "tokens") -> Callable[
                 model.fill = lambda *a: (next(left, 0) == 0 and do(), fill(*a))
             return load(*args, **kwargs)
 
-        update.load_policy = load_policy
+        workbench.load_policy = load_policy
 
     return hurt
 

@@ -19,6 +19,7 @@ from tasks.policy.fsdp import shard_parameters
 from tasks.policy.mesh import make_mesh
 from tasks.policy.recompute import checkpoint_activations
 from tasks.policy.router import RouterBalance, freeze_routers, router_modules
+from tasks.policy.routers import Routers
 from tasks.policy.shards import whole_tensor
 from tasks.policy.trainer import make_optimizer, train_minibatch
 from tasks.rl.balance import sequence_balance_loss
@@ -71,7 +72,7 @@ def gradients(
     batches = micro_batches(rows(), max_tokens=max_tokens, packing=packing)
     metrics = train_minibatch(
         model, optimizer, make_mesh(1, 1), batches, loss,
-        num_global_tokens=TOKENS, max_grad_norm=1e9, balance=balance,
+        num_global_tokens=TOKENS, max_grad_norm=1e9, routers=Routers(balance=balance),
     )  # fmt: skip
     return metrics, found
 
@@ -115,7 +116,6 @@ def check_frozen(rank: int, world_size: int, family: str, fsdp: int) -> None:
         loss,
         num_global_tokens=TOKENS,
         max_grad_norm=1.0,
-        min_micro_batches=1,
     )
     routers = tuple(name for name, _ in router_modules(model))
     moved = {n for n, p in model.named_parameters() if not torch.equal(whole_tensor(p.detach()), before[n])}

@@ -23,6 +23,7 @@ from tasks.policy.mesh import ParallelMesh, make_mesh
 from tasks.policy.parallel import distribute
 from tasks.policy.recompute import checkpoint_activations
 from tasks.policy.router_bias import BIAS, RouterBias
+from tasks.policy.routers import Routers
 from tasks.policy.trainer import make_optimizer, train_minibatch
 from tasks.rl.balance import bias_step
 
@@ -52,7 +53,8 @@ def steps(
     for _ in range(2):
         train_minibatch(
             model, optimizer, mesh, batches, loss_fn,
-            num_global_tokens=NUM_TOKENS, max_grad_norm=1.0, bias=bias, min_micro_batches=min_micro_batches,
+            num_global_tokens=NUM_TOKENS, max_grad_norm=1.0, routers=Routers(bias=bias),
+            min_micro_batches=min_micro_batches,
         )  # fmt: skip
 
 

@@ -16,9 +16,9 @@ from tasks.artifacts.store import open_store
 from tasks.config import CampaignConfig
 from tasks.engine.embedded import EmbeddedEngine
 from tasks.engine.notices import Departure
-from tasks.engine.pool import await_queue, pool_reports
 from tasks.engine.protocol import Completion
 from tasks.engine.standing import StandingWorker
+from tasks.engine.standing_pool import await_queue, pool_reports
 from tasks.environments.scoring import readable
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.records import CampaignRun, PromptSet

@@ -24,9 +24,9 @@ from test_update import ROOT, TINY, train_batch
 
 from tasks.artifacts.manifest import Blob, Manifest
 from tasks.config import CampaignConfig
-from tasks.policy.pool import REQUEST, UpdateRequest, await_candidate, await_request
 from tasks.policy.progress import Progress
 from tasks.policy.pulse import PULSE
+from tasks.policy.request import REQUEST, UpdateRequest, await_candidate, await_request
 from tasks.records import CampaignRun, TrainBatch
 from tasks.session import code_revision, open_store, run_store
 

@@ -4,82 +4,42 @@ and is let go of before the next one, and all before the policy, so that memory 
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from tasks.artifacts.critics import critic_store, find_critic, keep_candidate
-from tasks.artifacts.manifest import Manifest, StoredFile
+from tasks.artifacts.manifest import Manifest
 from tasks.policy import weights
 from tasks.policy.critic import Critic, read_values, train_critic
 from tasks.policy.epoch import Position
-from tasks.policy.mesh import ParallelMesh
-from tasks.policy.model import Head
-from tasks.policy.progress import Progress
-from tasks.policy.reading import read_rows
+from tasks.policy.reading import reader_of
 from tasks.policy.resume import seed_generators
-from tasks.policy.trainer import Read, RouterWatch, agree_to_stop, policy_reader
+from tasks.policy.routers import RouterWatch
+from tasks.policy.trainer import agree_to_stop
 from tasks.policy.unfinished import Attempt, Prepared
-from tasks.records import CampaignRun, TrainBatch
+from tasks.policy.workbench import Row, Workbench, release
 from tasks.session import OPTIMIZER, open_store
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
 
-Row = dict[str, Any]
-Files = Mapping[str, StoredFile]
 
-
-class Load(Protocol):
-    """Loads a folder as the update loads its policy: same ranks, same sharding, same kernels."""
-
-    def __call__(self, folder: Path, *, head: Head = "tokens") -> PreTrainedModel: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bench:
-    """How this update loads, reads, optimises and stores a model, whichever it is."""
-
-    run: CampaignRun
-    store: PolicyStore
-    batch: TrainBatch
-    mesh: ParallelMesh
-    progress: Progress
-    load: Load
-    optimizer: Callable[[PreTrainedModel, float], AdamW]
-    save: Callable[[PolicyStore, PreTrainedModel, AdamW, Files], tuple[dict[str, StoredFile], str]]
-
-    def read(
-        self, model: PreTrainedModel, rows: Sequence[Row], read: Read, routing: RouterWatch | None = None
-    ) -> list[list[float]]:
-        train = self.run.config.train
-        return read_rows(
-            model,
-            rows,
-            self.mesh,
-            read,
-            max_tokens=train.micro_batch_tokens,
-            packing=train.packing,
-            routing=routing,
-        )
-
-
-def with_other_versions(bench: Bench, rows: list[Row]) -> list[Row]:
+def with_other_versions(bench: Workbench, rows: list[Row]) -> list[Row]:
     """Rows with the log-probabilities of the reference and of the teacher, as far as the algorithm has any.
 
     They route by themselves: what is replayed is the sampling policy's.
     """
-    algorithm, run = bench.run.config.algorithm, bench.run
+    algorithm, run = bench.config.algorithm, bench.run
     if bench.batch.objective == "supervised":
         return rows
+    reader = reader_of(run.config, bench.batch.objective)
     folders: dict[str, Path] = {}
     if algorithm.kl != "none":
         folders["reference_logprob"] = bench.store.pull(algorithm.reference_version, without=OPTIMIZER)
@@ -88,25 +48,26 @@ def with_other_versions(bench: Bench, rows: list[Row]) -> list[Row]:
         folders["teacher_logprob"] = teachers.pull(algorithm.teacher.version, without=OPTIMIZER)
     for column, folder in folders.items():
         model = bench.load(folder)
-        rows = with_column(rows, column, bench.read(model, rows, logprob_reader(run)))
+        rows = with_column(rows, column, bench.read(model, rows, reader))
         del model
         release()
     return rows
 
 
 def with_proximal(
-    bench: Bench, model: PreTrainedModel, rows: list[Row], routing: RouterWatch | None
+    bench: Workbench, model: PreTrainedModel, rows: list[Row], routing: RouterWatch | None
 ) -> list[Row]:
     """Rows with the log-probabilities of the policy before its first step, where the algorithm asks for them;
     with the routing of the training itself, replayed or not."""
-    is_recomputed = bench.run.config.algorithm.correction.proximal == "recomputed"
+    is_recomputed = bench.config.algorithm.correction.proximal == "recomputed"
     if bench.batch.objective == "supervised" or not is_recomputed:
         return rows
-    return with_column(rows, "proximal_logprob", bench.read(model, rows, logprob_reader(bench.run), routing))
+    read = reader_of(bench.config, bench.batch.objective)
+    return with_column(rows, "proximal_logprob", bench.read(model, rows, read, routing))
 
 
 def prepare(
-    bench: Bench, attempt: Attempt, sealed_rows: list[Row], policy: Manifest, folder: Path
+    bench: Workbench, attempt: Attempt, sealed_rows: list[Row], policy: Manifest, folder: Path
 ) -> Prepared:
     """What other models say of the batch, and the critic's update, as far as no earlier attempt did it."""
     prepared = attempt.prepared(sealed_rows)
@@ -119,13 +80,13 @@ def prepare(
 
 
 def update_critic(
-    bench: Bench, attempt: Attempt, prepared: Prepared, policy: Manifest, folder: Path
+    bench: Workbench, attempt: Attempt, prepared: Prepared, policy: Manifest, folder: Path
 ) -> Prepared:
     """Also with values, and with the key of the trained critic's manifest, where there is a critic.
 
     ``folder`` holds ``policy``, which becomes critic version 0 when there is none.
     """
-    config = bench.run.config
+    config = bench.config
     if config.algorithm.advantage != "gae" or bench.batch.objective == "supervised":
         return prepared
     found, critics = find_critic(bench.run, bench.store, policy), critic_store(bench.run)
@@ -151,7 +112,7 @@ def update_critic(
 
 
 def _trained(
-    bench: Bench,
+    bench: Workbench,
     attempt: Attempt,
     critic: Critic,
     critics: PolicyStore,
@@ -161,7 +122,7 @@ def _trained(
 ) -> Prepared:
     """With the trained critic's manifest, which is kept whatever becomes of this attempt; told to stop, keeps
     what it has done and ends."""
-    config, (model, optimizer) = bench.run.config, (critic.model, critic.optimizer)
+    config, (model, optimizer) = bench.config, (critic.model, critic.optimizer)
     train = partial(train_critic, critic, prepared.rows, config.algorithm, config.train)
     with attempt.stop.deferred():
         metrics, position = attempt.go_over("critic", lambda position: train(position=position))
@@ -178,7 +139,7 @@ def _trained(
 
 
 def _manifest(
-    bench: Bench,
+    bench: Workbench,
     critics: PolicyStore,
     model: PreTrainedModel,
     optimizer: AdamW,
@@ -190,7 +151,7 @@ def _manifest(
     files, digest = bench.save(critics, model, optimizer, parent.files if parent else {})
     if parent is None:
         config = model.config.to_json_string().encode()
-        stated = weights.stating_dtype(config, bench.run.config.model.dtype)
+        stated = weights.stating_dtype(config, bench.config.model.dtype)
         files |= {weights.CONFIG: critics.put_bytes(stated)}
     return Manifest(
         campaign=critics.campaign,
@@ -200,27 +161,12 @@ def _manifest(
         iteration=policy.iteration + 1 if parent else 0,
         files=files,
         tensor_digest=digest,
-        config_digest=bench.run.config.digest(),
+        config_digest=bench.config.digest(),
         code_revision=bench.run.code_revision,
         batch=bench.batch.key if parent else "",
         num_samples=bench.batch.num_samples if parent else 0,
     )
 
 
-def logprob_reader(run: CampaignRun) -> Read:
-    """Reads samples at the temperature they were sampled with."""
-    train = run.config.train
-    return policy_reader(
-        temperature=run.config.rollout.temperature, kernel=train.logprob_kernel, keep_gb=train.logprob_keep_gb
-    )
-
-
 def with_column(rows: list[Row], column: str, values: Sequence[Any]) -> list[Row]:
     return [{**row, column: value} for row, value in zip(rows, values, strict=True)]
-
-
-def release() -> None:
-    """Give back the memory of a model that nothing refers to any more; modules and hooks form cycles."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -25,7 +25,7 @@ from tasks.policy.reading import read_rows
 from tasks.policy.stopping import StopRequest
 from tasks.policy.trainer import MicroBatch, Read, train_minibatch
 from tasks.rl.objective import value_objective
-from tasks.rl.packing import micro_batches, num_trained_tokens, rank_share
+from tasks.rl.packing import by_minibatch, micro_batches, num_trained_tokens, rank_share
 from tasks.rl.preparation import prepare_rows
 from tasks.train_config import TrainConfig
 
@@ -83,10 +83,7 @@ def train_critic(
     position = position or Position()
     # returns only: what is corrected or left out is the policy's business
     with_returns, _ = prepare_rows(rows, algorithm.model_copy(update={"correction": CorrectionConfig()}))
-    minibatches: dict[int, list[Row]] = {}
-    for row in with_returns:
-        minibatches.setdefault(row["minibatch"], []).append(row)
-    order, totals = sorted(minibatches.items()) * algorithm.num_epochs, position.totals
+    order, totals = by_minibatch(with_returns) * algorithm.num_epochs, position.totals
     for place in range(position.done, len(order)):
         number, members = order[place]
         critic.progress.at("critic's mini-batch", number)

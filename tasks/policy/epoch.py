@@ -8,23 +8,19 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import AdamW
-from transformers import PreTrainedModel
 
 from tasks.config import CampaignConfig
 from tasks.policy.fused_loss import fused_policy_objective
 from tasks.policy.head_rows import with_head_rows
 from tasks.policy.mesh import ParallelMesh
-from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.progress import Progress, slow_ranks
-from tasks.policy.router import RouterBalance
-from tasks.policy.router_bias import RouterBias
-from tasks.policy.routing import Routing
-from tasks.policy.stopping import StopRequest
-from tasks.policy.trainer import Read, policy_reader, train_minibatch
+from tasks.policy.reading import reader_of
+from tasks.policy.trainee import Trainee
+from tasks.policy.trainer import train_minibatch
 from tasks.rl.losses import supervised_loss
 from tasks.rl.objective import PER_TOKEN, policy_objective
 from tasks.rl.packing import (
+    by_minibatch,
     collate,
     num_trained_sequences,
     num_trained_tokens,
@@ -41,31 +37,6 @@ class Position:
     done: int = 0
     """Mini-batches, counted over epochs."""
     totals: dict[str, float] = field(default_factory=lambda: {"steps": 0.0, "skipped": 0.0})
-
-
-@dataclass(frozen=True, slots=True)
-class Trainee:
-    """What one pass changes, and who watches."""
-
-    model: PreTrainedModel
-    optimizer: AdamW
-    mesh: ParallelMesh
-    progress: Progress
-    nonfinite: NonFiniteSteps
-    balance: RouterBalance | None
-    bias: RouterBias | None = None
-    routing: Routing | None = None
-    stop: StopRequest | None = None
-    reseed: Callable[[int], None] = lambda _number: None
-    """Called before each mini-batch with its place in the pass: what is drawn there depends on that alone."""
-
-    def reader(self, config: CampaignConfig, *, objective: str) -> Read:
-        """How a batch is read: samples at the temperature they were sampled with, demonstrations at 1."""
-        return policy_reader(
-            temperature=config.rollout.temperature if objective == "clipped_policy" else 1.0,
-            kernel=config.train.logprob_kernel,
-            keep_gb=config.train.logprob_keep_gb,
-        )
 
 
 def train(
@@ -89,10 +60,7 @@ def train(
     if objective == "clipped_policy":
         rows, report = prepare_rows(rows, config.algorithm)
         num_epochs = config.algorithm.num_epochs
-    minibatches: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        minibatches.setdefault(row["minibatch"], []).append(row)
-    order = sorted(minibatches.items()) * num_epochs
+    order = by_minibatch(rows) * num_epochs
     for place in range(position.done, len(order)):
         number, members = order[place]
         if num_trained_tokens(members):
@@ -149,10 +117,8 @@ def _step(
         ),
         num_global_tokens=num_global_tokens,
         max_grad_norm=settings.max_grad_norm,
-        read=trainee.reader(config, objective=objective),
-        routing=trainee.routing,
-        balance=trainee.balance,
-        bias=trainee.bias,
+        read=reader_of(config, objective),
+        routers=trainee.routers,
         progress=trainee.progress,
         on_nonfinite=keep,
         stop=trainee.stop,

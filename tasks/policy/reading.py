@@ -13,11 +13,22 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tasks.config import CampaignConfig
 from tasks.policy.head_rows import with_head_rows
 from tasks.policy.mesh import ParallelMesh
 from tasks.policy.progress import BLOCKED
-from tasks.policy.trainer import Read, RouterWatch, agree_on_passes, empty_micro_batch
+from tasks.policy.routers import RouterWatch
+from tasks.policy.trainer import Read, agree_on_passes, empty_micro_batch, policy_reader
 from tasks.rl.packing import Packing, collate, plan_micro_batches, rank_share
+
+
+def reader_of(config: CampaignConfig, objective: str) -> Read:
+    """How a policy reads a batch: samples at the temperature they were sampled with, demonstrations at 1."""
+    return policy_reader(
+        temperature=1.0 if objective == "supervised" else config.rollout.temperature,
+        kernel=config.train.logprob_kernel,
+        keep_gb=config.train.logprob_keep_gb,
+    )
 
 
 @torch.no_grad()

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from tasks.config import CampaignConfig
 from tasks.policy.launch import require_topology
-from tasks.policy.pool import UpdateAnswer, UpdateRequest, await_request, put_answer
 from tasks.policy.process_group import process_group
 from tasks.policy.pulse import PULSE
+from tasks.policy.request import UpdateAnswer, UpdateRequest, await_request, put_answer
 from tasks.policy.resident import Resident
 from tasks.policy.stopping import StopRequest, exit_on_sigterm
 from tasks.policy.update import update_on_ranks

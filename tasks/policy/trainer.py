@@ -27,8 +27,7 @@ from tasks.policy.mesh import ParallelMesh, clip_gradients, reduce_gradients
 from tasks.policy.pipeline import run_passes
 from tasks.policy.place import layout_of
 from tasks.policy.progress import BLOCKED, Progress
-from tasks.policy.router import RouterBalance
-from tasks.policy.router_bias import RouterBias
+from tasks.policy.routers import Routers
 from tasks.policy.stopping import StopAgreed, StopRequest
 
 MicroBatch = Mapping[str, Tensor]
@@ -52,12 +51,6 @@ class Read(Protocol):
         hidden_BlD: Tensor | None = None,
         cp_group: dist.ProcessGroup | None = None,
     ) -> tuple[Tensor, ...]: ...
-
-
-class RouterWatch(Protocol):
-    """What replays or counts the choices of a model's routers."""
-
-    def use(self, micro_batch: MicroBatch) -> None: ...
 
 
 def make_optimizer(
@@ -108,30 +101,27 @@ def train_minibatch(
     max_grad_norm: float,
     read: Read | None = None,
     min_micro_batches: int = 1,
-    routing: RouterWatch | None = None,
-    balance: RouterBalance | None = None,
-    bias: RouterBias | None = None,
+    routers: Routers | None = None,
     progress: Progress | None = None,
     on_nonfinite: Callable[[list[int]], None] | None = None,
     stop: StopRequest | None = None,
 ) -> dict[str, float]:
     """Accumulate over this rank's micro-batches, reduce, clip, step; returns metrics summed over all ranks.
 
-    Without ``read`` the model is a policy at temperature 1. ``routing`` is told of each micro-batch first.
+    Without ``read`` the model is a policy at temperature 1.
     ``num_global_tokens`` is what ``loss_fn`` divided by; ranks that disagree on it are refused. Beside the
     loss function's sums the metrics hold ``loss``, ``grad_norm``, ``micro_batches`` and ``skipped``: 1 when
     loss or gradient was not finite on any rank, in which case no rank stepped and ``on_nonfinite`` got the
     numbers of this rank's micro-batches at fault: those without a finite loss, or all if every loss was.
     Nothing has changed when it raises ``StopAgreed``, because ``stop`` was asked for on some rank.
     """
-    progress = progress or Progress()
+    progress, routers = progress or Progress(), routers or Routers()
     num_passes = agree_on_passes(
         model, mesh, len(micro_batches), num_global_tokens, min_micro_batches, stop=stop
     )
     optimizer.zero_grad(set_to_none=True)
     read = read or policy_reader()
-    watch = routing, balance, bias
-    passes = _Passes(model, mesh, micro_batches, loss_fn, num_global_tokens, read, *watch, progress)
+    passes = _Passes(model, mesh, micro_batches, loss_fn, num_global_tokens, read, routers, progress)
     with progress.working():
         run_passes(mesh, num_passes, passes.forward, passes.room)
     progress.at("reduce gradients")
@@ -140,8 +130,7 @@ def train_minibatch(
     mine = {"loss": 0.0, "micro_batches": float(len(micro_batches)), **sums}
     totals = _sum_over_ranks(mine if mesh.is_reporter else {}, mesh)
     is_finite = math.isfinite(totals["loss"]) and math.isfinite(grad_norm)  # the same answer on every rank
-    if bias is not None:
-        bias.step(mesh, is_finite=is_finite)
+    routers.step(mesh, is_finite=is_finite)
     if is_finite:
         optimizer.step()
     elif on_nonfinite is not None and mesh.is_reporter:
@@ -162,9 +151,7 @@ class _Passes:
     loss_fn: LossFn
     num_global_tokens: int
     read: Read
-    routing: RouterWatch | None
-    balance: RouterBalance | None
-    bias: RouterBias | None
+    routers: Routers
     progress: Progress
     sums: dict[str, Tensor] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
@@ -173,28 +160,23 @@ class _Passes:
         """The hidden states that this pipeline stage makes of those before it, or the loss on the last."""
         self.progress.at("forward and backward", index)
         output = self._run(index, hidden_BlD)
-        if self.bias is not None:
-            is_real = index < len(self.micro_batches)
-            mask_BL = my_block(self._micro_batch(index)["attention_mask"], self.mesh.cp_group)
-            self.bias.count(mask_BL.flatten().bool() if is_real else None)
+        is_real = index < len(self.micro_batches)
+        self.routers.count(self.micro_batches[index] if is_real else None, self.mesh.cp_group)
         return output
 
     def _run(self, index: int, hidden_BlD: Tensor | None) -> Tensor:
         micro, cp_group = self._micro_batch(index), self.mesh.cp_group
-        if self.routing is not None:
-            self.routing.use(micro)
+        self.routers.use(micro)
         if self.mesh.stage < self.mesh.pp - 1:
             tokens = micro["input_ids"], micro["attention_mask"], micro.get("position_ids")
             return self.model(**stage_inputs(self.model, *tokens, hidden_BlD, cp_group)).logits
         outputs = self.read(self.model, micro, hidden_BlD=hidden_BlD, cp_group=cp_group)
         if index >= len(self.micro_batches):  # weight zero, in step with the other ranks' real ones
-            if self.balance is not None:
-                self.balance.clear()
+            self.routers.clear()
             return outputs[0].sum() * 0.0
         loss, metrics = self.loss_fn(*outputs, micro)
-        if self.balance is not None:
-            extra, seen = self.balance.loss(micro, num_global_tokens=self.num_global_tokens)
-            loss, metrics = loss + extra, {**metrics, **seen}
+        if (auxiliary := self.routers.loss(micro, num_global_tokens=self.num_global_tokens)) is not None:
+            loss, metrics = loss + auxiliary[0], {**metrics, **auxiliary[1]}
         self.losses.append(loss.detach())
         _add(self.sums, {"loss": loss, **metrics})
         return loss

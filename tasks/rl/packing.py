@@ -20,6 +20,14 @@ PADDING = {"routed_experts": -1}
 """What stands where a row ends before the longest, where that is not 0."""
 
 
+def by_minibatch(rows: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Mini-batches in their order: number and rows."""
+    minibatches: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        minibatches.setdefault(row["minibatch"], []).append(row)
+    return sorted(minibatches.items())
+
+
 def rank_share(rows: Sequence[dict[str, Any]], *, rank: int, world_size: int) -> list[dict[str, Any]]:
     """This rank's rows of a mini-batch: longest first, dealt out in turn, so that ranks finish together."""
     by_length = sorted(rows, key=_length, reverse=True)
