@@ -14,6 +14,7 @@ import yaml
 from flyte_admin import Admin, admin_on_loopback
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
+from flytekit.interaction.click_types import JsonParamType
 from flytekit.models.literals import Literal
 
 from tasks.config import CampaignConfig
@@ -21,6 +22,7 @@ from workflows import launch_plans
 
 ROOT = Path(__file__).resolve().parent.parent
 PYFLYTE = str(Path(sys.executable).parent / "pyflyte")
+CAMPAIGNS = ROOT / "configs/campaigns"
 IMAGE = "registry.example.com/moe-rl/cpu:0.1.0"
 WHERE = ("--project", "moe", "--domain", "production")
 
@@ -138,19 +140,32 @@ def test_a_registered_plan_starts_by_name_through_the_remote_client(
     assert value(request.inputs.literals["fresh"], bool) is True
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/campaigns").glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_shipped_campaign_is_launched_as_its_file_says(
-    registered: tuple[Admin, dict[str, str]], path: Path
+def test_a_file_is_launched_from_the_command_line_as_it_says(
+    registered: tuple[Admin, dict[str, str]],
 ) -> None:
+    """One with sections in sections, and a mapping that is kept as JSON."""
     admin, environment = registered
     before = set(admin.executions)
     pyflyte(
         environment, "run", "--remote", *WHERE, "--image", IMAGE, "--copy", "all",
-        "workflows/campaign.py", "campaign", "--config", str(path),
+        "workflows/campaign.py", "campaign", "--config", str(CAMPAIGNS / "smollm2_moe.yaml"),
     )  # fmt: skip
     (name,) = admin.executions.keys() - before
     sent = value(admin.executions[name].inputs.literals["config"], CampaignConfig)
-    assert sent == launch_plans.shipped(path.stem)
+    assert sent == launch_plans.shipped("smollm2_moe")
+
+
+@pytest.mark.parametrize("path", sorted(CAMPAIGNS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_campaign_arrives_as_its_file_says(path: Path) -> None:
+    """Read as the command line reads a file, and sent as Flyte sends an input."""
+    read = JsonParamType(CampaignConfig).convert(str(path), None, None)
+    sent = TypeEngine.to_literal(
+        FlyteContextManager.current_context(),
+        read,
+        CampaignConfig,
+        TypeEngine.to_literal_type(CampaignConfig),
+    )
+    assert value(sent.to_flyte_idl(), CampaignConfig) == launch_plans.shipped(path.stem)
 
 
 def test_dry_run_registers_every_campaign_without_an_admin(tmp_path: Path) -> None:

@@ -73,10 +73,10 @@ def without_time(batch: TrainBatch) -> dict:
     return batch.model_dump(exclude={"seconds", "sealed_at", "workers"})
 
 
-@pytest.fixture
-def control(tmp_path: Path, leave_servers: None) -> TrainBatch:
-    """The first iteration's batch, undisturbed, in a store of its own."""
-    config = with_overrides(CampaignConfig.model_validate(SMALL), checkpoint__store=str(tmp_path / "control"))
+@pytest.fixture(scope="module")
+def control(store_folder: Path) -> TrainBatch:
+    """The first iteration's batch, undisturbed, in the session's store."""
+    config = with_overrides(CampaignConfig.model_validate(SMALL), checkpoint__store=str(store_folder))
     calm = CampaignRun(config=config, lineage=1, code_revision="test")
     version = initialize(run=calm)
     generate(calm, version)
