@@ -14,7 +14,7 @@ import pandera.polars as pa
 import polars as pl
 from pandera.polars import PolarsData
 
-from tasks.experience.routing import routing_fault
+from tasks.rl.routing_records import routing_fault
 
 SCHEMA_VERSION = 2
 RECORDED = ("version_spans", "routed_experts", "routed_weights")
@@ -57,7 +57,7 @@ class Recorded(pa.DataFrameModel):
 
     ``version_spans``: which policy version sampled which tokens, in order, where a response was interrupted
     and continued; null = all of them by ``policy_version``, which is the oldest of the spans otherwise.
-    ``routed_experts`` and ``routed_weights``: see ``tasks.experience.routing``.
+    ``routed_experts`` and ``routed_weights``: see ``tasks.rl.routing_records``.
     """
 
     version_spans: VERSION_SPANS = pa.Field(nullable=True)  # pyright: ignore[reportInvalidTypeForm]

@@ -239,9 +239,8 @@ def bench_server(options: argparse.Namespace) -> None:
 
 def bench_campaign(options: argparse.Namespace) -> None:
     """Bytes that each version of a finished campaign added, and would have added whole."""
-    from tasks.artifacts.lineage import added_bytes
+    from tasks.artifacts.lineage import added_bytes, newest_lineage
     from tasks.artifacts.store import open_store
-    from tasks.experience.query import newest_lineage
 
     store = open_store(options.store, newest_lineage(options.store, options.campaign))
     manifests = store.history()

@@ -1,6 +1,7 @@
 """The shape of the repository: where things may be, which way imports point, how long things may get."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -81,6 +82,18 @@ def test_import_arrows_point_one_way(path):
         target = layer(name)
         if own is not None and target is not None and name not in SHARED_VALUES:
             assert own <= target, f"{relative(path)} must not import {name}"
+
+
+def test_packages_form_no_circle():
+    """Whoever reads one needs those below it, and none above."""
+    below: dict[str, set[str]] = {}
+    for path in SOURCES:
+        own = path.relative_to(ROOT).parts
+        if own[0] == "tasks" and len(own) > 2:
+            named = (name.split(".")[1] for name in imports(path) if layer(name) == layer("tasks.rl"))
+            below.setdefault(own[1], set()).update(set(named) - {own[1]})
+    order = list(graphlib.TopologicalSorter(below).static_order())
+    assert order.index("rl") < order.index("experience") < order.index("policy") < order.index("engine")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)

@@ -20,7 +20,7 @@ from tasks.engine.worker import RolloutWorker, WorkDone
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.errors import IterationClosed
 from tasks.experience.records import Lease, WorkItem
-from tasks.experience.routing import unpack
+from tasks.rl.routing_records import unpack
 from tasks.schema import RolloutFrame, from_bytes, make_frame, to_bytes
 
 __all__ = ["buffer", "folder"]  # fixtures
@@ -96,7 +96,7 @@ EARLIER = {
 
 def begun() -> dict[tuple[str, int], dict[str, Any]]:
     """Sample 0 done, 1 interrupted after two tokens, 2 interrupted twice; 3 untouched."""
-    from tasks.experience.routing import pack
+    from tasks.rl.routing_records import pack
 
     def rows(number: int) -> bytes:
         return pack(np.full((2 + number - 1, 1, 1), 9, np.uint8))

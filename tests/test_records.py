@@ -22,8 +22,8 @@ from tasks.environments.scorer import Scorer
 from tasks.environments.scoring import readable, score_groups
 from tasks.experience.archive import archive_bytes
 from tasks.experience.records import Group
-from tasks.experience.routing import continued, pack, routing_fault, unpack
 from tasks.rl.assembly import assemble_frame, sample_fates
+from tasks.rl.routing_records import continued, pack, routing_fault, unpack
 from tasks.schema import (
     RECORDED,
     RolloutFrame,

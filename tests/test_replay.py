@@ -11,7 +11,6 @@ from families import FAMILIES, saved, tiny_policy
 
 from tasks.engine.embedded import EmbeddedEngine
 from tasks.engine.protocol import Request, SamplingParams
-from tasks.experience.routing import continued, pack, unpack
 from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.mesh import make_mesh
@@ -23,6 +22,7 @@ from tasks.policy.router import router_modules
 from tasks.policy.routing import Routing
 from tasks.policy.trainer import policy_reader
 from tasks.rl.packing import collate
+from tasks.rl.routing_records import continued, pack, unpack
 
 PROMPTS = [(3, 4, 5, 6, 7), (8, 9), (10, 11, 12)]
 PARAMS = SamplingParams(

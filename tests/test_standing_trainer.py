@@ -148,7 +148,7 @@ def test_a_failed_update_is_the_answer_and_ends_the_trainer(tmp_path):
 def test_without_a_trainer_the_update_stage_says_that_it_waits_and_how_to_start_one(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("tasks.policy.pool.SAY_SECONDS", 0.1)
+    monkeypatch.setattr("tasks.policy.request.SAY_SECONDS", 0.1)
     run = make_run(tmp_path / "store", {**SINGLE, "standing_timeout_seconds": 0.3})
     batch, policy = train_batch(run, 0, 0), run_store(run).reference(0)
     with pytest.raises(

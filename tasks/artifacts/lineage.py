@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.artifacts.manifest import Manifest, PatchedBlob, stored_objects
+from tasks.artifacts.store import open_store
 from tasks.config import CampaignConfig, changes
 
 if TYPE_CHECKING:
@@ -176,3 +178,15 @@ def _config_changes(store: "PolicyStore", before: Manifest, after: Manifest) -> 
 
 def _pair(old: Any, new: Any) -> list[Any] | str:
     return "equal" if old == new else [old, new]
+
+
+def newest_lineage(address: str, campaign: str, *, endpoint_url: str = "") -> str:
+    """``laptop`` -> ``laptop.0002``; a name with its lineage stays as it is."""
+    if re.fullmatch(r".+\.\d{4}", campaign):
+        return campaign
+    lineages = open_store(address, campaign, endpoint_url=endpoint_url).list_objects("lineages/")
+    if not lineages:
+        raise ValueError(
+            f"campaign must have been started in {address}, got none named {campaign!r}. Check the spelling."
+        )
+    return f"{campaign}.{lineages[-1].rsplit('/', 1)[1].removesuffix('.json')}"

@@ -21,8 +21,8 @@ import yaml
 
 from tasks.artifacts import lineage, retention
 from tasks.artifacts.errors import CacheFull, CorruptArtifact, StoreError
+from tasks.artifacts.lineage import newest_lineage
 from tasks.artifacts.store import PolicyStore, open_store
-from tasks.experience.query import newest_lineage
 from tasks.session import require_existing
 
 

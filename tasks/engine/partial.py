@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tasks.engine.protocol import Completion, Request, SamplingParams
-from tasks.experience.routing import continued, pack, unpack
+from tasks.rl.routing_records import continued, pack, unpack
 from tasks.schema import RECORDED, RolloutFrame, from_bytes
 
 Row = dict[str, Any]

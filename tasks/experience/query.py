@@ -7,7 +7,6 @@ Reads the version's manifest and the archive of its iteration, nothing else.
 
 import argparse
 import io
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tasks.artifacts.errors import StoreError
+from tasks.artifacts.lineage import newest_lineage
 from tasks.artifacts.store import PolicyStore, open_store
 from tasks.experience.archive import archive_key
 from tasks.experience.ledger import sample_id
@@ -58,18 +58,6 @@ def made_of(store: PolicyStore, version: int) -> Made:
         sample=pl.Series(names, dtype=pl.String), response_tokens=pl.col("response_ids").list.len()
     )
     return Made(manifest=manifest, samples=frame)
-
-
-def newest_lineage(address: str, campaign: str, *, endpoint_url: str = "") -> str:
-    """``laptop`` -> ``laptop.0002``; a name with its lineage stays as it is."""
-    if re.fullmatch(r".+\.\d{4}", campaign):
-        return campaign
-    lineages = open_store(address, campaign, endpoint_url=endpoint_url).list_objects("lineages/")
-    if not lineages:
-        raise ValueError(
-            f"campaign must have been started in {address}, got none named {campaign!r}. Check the spelling."
-        )
-    return f"{campaign}.{lineages[-1].rsplit('/', 1)[1].removesuffix('.json')}"
 
 
 def text_of(made: Made, *, limit: int) -> str:

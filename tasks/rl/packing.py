@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tasks.experience.routing import unpack
+from tasks.rl.routing_records import unpack
 
 Packing = Literal["padded", "packed"]
 TOKEN_COLUMNS = ("proximal_logprob", "reference_logprob", "weight", "value", "return")
