@@ -45,6 +45,7 @@ def score(
     ):  # refused groups come again
         await_queue(run, prompts)
         intake.score_waiting()
+    intake.finish()
     if waiting := buffer.outstanding(iteration):
         raise RuntimeError(
             f"iteration {iteration} must have no portion left on the queue, got {waiting} of "

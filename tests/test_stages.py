@@ -152,6 +152,18 @@ def test_of_two_that_seal_or_evaluate_at_once_the_first_stands(
     assert evaluate(run=run, policy=version) == scored
 
 
+def test_a_second_attempt_at_scoring_waits_for_what_the_first_one_holds(
+    run: CampaignRun, control: TrainBatch
+) -> None:
+    """It would seal what is scored so far: the rest, of which nobody knows, would be lost without a word."""
+    version = initialize(run=run)
+    generate(run, version)
+    generate(run, version)
+    held = run_buffer(run).take_rollouts("score", iteration=0, max_groups=20)
+    assert len(held) == 20  # of 48, by an attempt that was killed with them
+    assert same_samples(seal(run, version), control)
+
+
 def test_samples_that_another_run_set_aside_are_missed_before_anything_is_made_of_them(
     run: CampaignRun,
 ) -> None:

@@ -57,6 +57,16 @@ class Intake:
             _, taken = self.buffer.exchange_rollouts(NAME, self.iteration, scored, max_groups=self.max_groups)
         return self.num_groups - before
 
+    def finish(self) -> None:
+        """Until every published group is scored, those too that another attempt at this stage holds: it may
+        have ended with them, and then their leases expire. A dropped iteration has nothing left to score."""
+        while not self.buffer.produced(self.iteration).is_dropped:
+            self.score_waiting()
+            now = self.buffer.progress(self.iteration)
+            if now.groups_published <= now.groups_scored + now.groups_unscored:
+                return
+            time.sleep(POLL_SECONDS)
+
     def follow(self, *, timeout_seconds: float) -> None:
         """Score while others generate, until no portion is left on the queue."""
         moved = time.monotonic()
