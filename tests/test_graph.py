@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,6 +15,8 @@ import yaml
 from flytekit.configuration import FastSerializationSettings, Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
+from flytekit.tools.ignore import FlyteIgnore, IgnoreGroup
+from flytekit.tools.script_mode import list_all_files
 from flytekit.tools.translator import get_serializable
 from google.protobuf.json_format import MessageToDict
 
@@ -260,6 +263,23 @@ def package(tmp_path_factory):
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     with tarfile.open(folder / "flyte.tgz") as archive:
         return {member.name: archive.extractfile(member).read() for member in archive if member.isfile()}
+
+
+def test_packaging_beside_a_store_neither_waits_for_its_pipes_nor_takes_its_files(tmp_path):
+    shutil.copy(ROOT / ".flyteignore", tmp_path)
+    (tmp_path / "tasks/embedded").mkdir(parents=True)
+    (tmp_path / "configs").mkdir()
+    kept = [".flyteignore", "configs/valkey.yaml", "tasks/embedded/valkey.py"]
+    for name in kept[1:]:
+        (tmp_path / name).touch()
+    for folder in ("runs/seaweedfs", "runs/valkey", "other/store/seaweedfs", "other/store/valkey"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "server.json").touch()
+        os.mkfifo(tmp_path / folder / "users.fifo")
+    (tmp_path / "runs/laptop.0001").mkdir()
+    (tmp_path / "runs/laptop.0001/report.html").touch()
+    found = list_all_files(str(tmp_path), False, IgnoreGroup(str(tmp_path), [FlyteIgnore]))
+    assert sorted(os.path.relpath(path, tmp_path) for path in found) == kept
 
 
 def test_packaging_needs_no_torch_and_includes_every_workflow(package):
