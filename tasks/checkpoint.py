@@ -38,8 +38,6 @@ def open_campaign(
     fresh: bool,
 ) -> CampaignRun:
     """Fix the effective configuration and the lineage: the newest of this name; with ``fresh`` the next."""
-    import yaml
-
     config = with_overrides(
         config,
         name=name,
@@ -58,11 +56,12 @@ def open_campaign(
     _refuse_another_lineage(campaign, run)
     root.replace_object(CURRENT_RUN, run.model_dump_json().encode())
     campaign.put_object(f"config/{config.digest()}.json", config.model_dump_json().encode())
-    print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110))
+    print(config.departures())
     where = store_folder(config) if is_local_store(config) else config.checkpoint.store
     say(
         "campaign",
-        f"{run.campaign}, configuration {config.digest()}, code {run.code_revision}, store {where}",
+        f"{run.campaign}, configuration {config.digest()} (defaults but for the lines above), "
+        f"code {run.code_revision}, store {where}",
     )
     return run
 

@@ -185,6 +185,13 @@ class CampaignConfig(Section):
         except ValidationError as error:
             raise ConfigError(_readable(error)) from None
 
+    def departures(self) -> str:
+        """YAML of what differs from the defaults: a file that means the same campaign."""
+        import yaml
+
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        return yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110)
+
     def digest(self) -> str:
         """Hex digest of the values; equal for equal values however they were written."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]

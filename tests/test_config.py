@@ -9,6 +9,7 @@ import yaml
 
 from tasks.config import CampaignConfig, ConfigError, changes, with_overrides
 from tasks.section import Section
+from tasks.session import read_config
 from tasks.train_config import TOPOLOGIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -175,6 +176,22 @@ def test_overrides_replace_the_files_values_and_none_keeps_them():
     changed = with_overrides(config, name="other", schedule__iterations=None, train__learning_rate=0.5)
     assert (changed.name, changed.schedule.iterations, changed.train.learning_rate) == ("other", 7, 0.5)
     assert with_overrides(config) == config
+
+
+@pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
+def test_what_a_launch_prints_is_what_differs_and_means_the_same_campaign(path, tmp_path):
+    config = read_config(path)
+    printed = config.departures()
+    (tmp_path / "again.yaml").write_text(printed)
+    assert read_config(tmp_path / "again.yaml") == config
+    assert len(printed.splitlines()) < 60  # the whole has about 180
+
+
+def test_a_launch_of_the_defaults_prints_nothing_but_the_override():
+    assert yaml.safe_load(load(train={"eps": 0.5}, name="other").departures()) == {
+        "name": "other",
+        "train": {"eps": 0.5},
+    }
 
 
 def test_overrides_pass_the_same_checks():

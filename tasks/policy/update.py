@@ -206,5 +206,6 @@ def _say(batch: TrainBatch, metrics: dict[str, float], clock: _Clock, means: dic
             text += f"rank {name.removeprefix('slow_rank/')} worked {times:.1f} times the median, "
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
     iteration = batch.iteration if batch.iteration >= 0 else None
-    used = f"{means['dispatcher']}; kernels: {means['kernels']}"
+    fast = [kernel for kernel in means["kernels"].split(", ") if not kernel.endswith(" torch")]
+    used = f"{means['dispatcher']}; kernels: {', '.join(fast) or 'torch'}"  # the version names every one
     say("train", f"{text}seconds: {seconds}; {used}", iteration=iteration)
