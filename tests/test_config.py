@@ -188,10 +188,8 @@ def test_what_a_launch_prints_is_what_differs_and_means_the_same_campaign(path, 
 
 
 def test_a_launch_of_the_defaults_prints_nothing_but_the_override():
-    assert yaml.safe_load(load(train={"eps": 0.5}, name="other").departures()) == {
-        "name": "other",
-        "train": {"eps": 0.5},
-    }
+    effective = with_overrides(load(train={"eps": 0.5}), name="other")
+    assert yaml.safe_load(effective.departures()) == {"name": "other", "train": {"eps": 0.5}}
 
 
 def test_overrides_pass_the_same_checks():
