@@ -5,10 +5,10 @@ memory of the whole process tree with its servers (proportional set size, so tha
 seconds by stage.
 """
 
+import argparse
 import ctypes
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -88,8 +88,11 @@ def measure(config: dict) -> dict[str, float]:
 
 
 def main() -> None:
-    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    path = Path(sys.argv[2]) if len(sys.argv) > 2 else ROOT / "configs/campaigns/laptop.yaml"
+    parser = argparse.ArgumentParser(description="Medians of a campaign's seconds and bytes over its runs.")
+    parser.add_argument("runs", nargs="?", type=int, default=3)
+    parser.add_argument("config", nargs="?", type=Path, default=ROOT / "configs/campaigns/laptop.yaml")
+    options = parser.parse_args()
+    runs, path = options.runs, options.config
     config = yaml.safe_load(path.read_text())
     adopt_orphans()
     results = [measure(config | {"seed": seed}) for seed in range(runs)]

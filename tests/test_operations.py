@@ -110,7 +110,7 @@ def test_a_query_names_samples_prompts_versions_and_rewards_within_a_second(
     assert time.monotonic() - start < 1.0  # 8,000 samples; the bound is the claim
     assert len(made.trained) == 8000 and made.trained["sample"][0] == "0/000000000-1234/0"
     assert "produced 8000 = 8000 trained" in text and "sampled by version 1: 8000" in text
-    assert "prompts 2000, reward mean 0.4375, from 0.0 to 1.0" in text and "7997 more" in text
+    assert "trained: prompts 2000, reward mean 0.4375, from 0.0000 to 1.0000" in text and "7997 more" in text
 
 
 def test_every_token_comes_back_from_the_archive_rejected_or_not(policy_store: PolicyStore) -> None:

@@ -204,3 +204,17 @@ def test_nothing_to_retire_is_an_error(policy_store):
         plan_retention(policy_store, Keep())
     with pytest.raises(NotFound):
         hold(policy_store, 0, "me", hours=None)
+
+
+def test_the_help_says_what_each_command_does_and_which_versions_prune_keeps(capsys):
+    for command in ([], ["prune"]):
+        with pytest.raises(SystemExit):
+            versions.main([*command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "list A line a version",
+        "export A Hugging Face folder",
+        "release End a hold",
+        "default: 24",
+    ):
+        assert words in text

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def list_versions(store: PolicyStore, options: argparse.Namespace) -> str:
-    """A line a version."""
+    """A line a version: what made it, when, and the bytes that it added to the store."""
     lines, before = [], None
     for manifest in store.history():
         added = lineage.added_bytes(manifest, before)
@@ -53,30 +53,35 @@ def list_versions(store: PolicyStore, options: argparse.Namespace) -> str:
 
 
 def describe(store: PolicyStore, options: argparse.Namespace) -> str:
+    """All that a version's manifest and ledger say of it, as YAML."""
     return _yaml(lineage.describe(store, options.version))
 
 
 def diff(store: PolicyStore, options: argparse.Namespace) -> str:
+    """What differs between two versions: configuration, code, data, files, metrics, scores."""
     return _yaml(lineage.diff(store, options.version, options.other))
 
 
 def export(store: PolicyStore, options: argparse.Namespace) -> str:
+    """A Hugging Face folder of one version, for transformers, SGLang or `python -m tasks.adopt`."""
     names = lineage.export(store, options.version, options.to)
     return f"{options.to}: {', '.join(names)}\n"
 
 
 def hold(store: PolicyStore, options: argparse.Namespace) -> str:
+    """Keep a version from being pruned, in the name of a reader of another campaign or a server."""
     retention.hold(store, options.version, options.by, hours=options.hours)
     return f"v{options.version} is held by {options.by}\n"
 
 
 def release(store: PolicyStore, options: argparse.Namespace) -> str:
+    """End a hold."""
     retention.release(store, options.version, options.by)
     return f"v{options.version} is not held by {options.by}\n"
 
 
 def prune(store: PolicyStore, options: argparse.Namespace) -> str:
-    """The plan; carried out only where the operator said so."""
+    """Show which versions would be removed, and why the others stay; with --yes remove them."""
     keep = retention.Keep(
         last=options.last,
         every=options.every,
@@ -108,7 +113,10 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--endpoint-url", default="", help="of an S3 service other than Amazon's")
     parser = argparse.ArgumentParser(description="The versions of a campaign.")
     commands = parser.add_subparsers(dest="command", required=True)
-    made = {name: commands.add_parser(name, parents=[common]) for name in _COMMANDS}
+    made = {
+        name: commands.add_parser(name, parents=[common], help=act.__doc__, description=act.__doc__)
+        for name, act in _COMMANDS.items()
+    }
     for name in ("describe", "diff", "export", "hold", "release"):
         made[name].add_argument("version", type=int)
     made["diff"].add_argument("other", type=int)
@@ -116,11 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("hold", "release"):
         made[name].add_argument("--by", required=True, help="name of the reader")
     made["hold"].add_argument("--hours", type=float, help="default: until it is released")
-    made["prune"].add_argument("--last", type=int, default=3)
-    made["prune"].add_argument("--every", type=int, default=0)
-    made["prune"].add_argument("--best", type=int, default=1)
-    made["prune"].add_argument("--metric", default="exact_sampled", help="of the evaluations")
-    made["prune"].add_argument("--min-age-hours", type=float, default=24.0)
+    made["prune"].add_argument("--last", type=int, default=3, help="newest versions to keep; default: 3")
+    made["prune"].add_argument("--every", type=int, default=0, help="keep each n-th; 0 = none for that")
+    made["prune"].add_argument("--best", type=int, default=1, help="best by --metric to keep; default: 1")
+    made["prune"].add_argument(
+        "--metric", default="exact_sampled", help="an evaluation's; default: exact_sampled"
+    )
+    made["prune"].add_argument("--min-age-hours", type=float, default=24.0, help="of what goes; default: 24")
     made["prune"].add_argument("--yes", action="store_true", help="remove; without it, only show")
     return parser
 

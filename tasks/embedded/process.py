@@ -59,7 +59,8 @@ class Server:
     is_ready: Callable[[Path, list[int]], bool]
     grace_s: float
     """Time from SIGTERM to SIGKILL."""
-    deadline_s: float = 30.0
+    deadline_s: float = 120.0
+    """For a hang: a server that ends is noticed at once, and on a busy machine one may need a minute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

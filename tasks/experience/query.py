@@ -66,6 +66,11 @@ def text_of(made: Made, *, limit: int) -> str:
     fates = made.samples.group_by("fate").len().sort("fate").iter_rows()
     versions = trained.group_by("policy_version").len().sort("policy_version").iter_rows()
     rewards = trained["reward"]
+    spread = (
+        ""
+        if trained.is_empty()
+        else f", reward mean {rewards.mean():.4f}, from {rewards.min():.4f} to {rewards.max():.4f}"
+    )
     rows = trained.sort("sample").select(COLUMNS)
     shown = rows if limit == 0 else rows.head(limit)
     lines = [
@@ -74,8 +79,7 @@ def text_of(made: Made, *, limit: int) -> str:
         f"version {manifest.parent}, tensors {manifest.tensor_digest[:12]}",
         f"produced {len(made.samples)} = " + " + ".join(f"{count} {fate}" for fate, count in fates),
         "sampled by " + ", ".join(f"version {version}: {count}" for version, count in versions),
-        f"prompts {trained['prompt_id'].n_unique()}, reward mean {rewards.mean()}, from {rewards.min()} to "
-        f"{rewards.max()}",
+        f"trained: prompts {trained['prompt_id'].n_unique()}{spread}",
     ]
     with pl.Config(
         tbl_rows=-1, tbl_cols=-1, fmt_str_lengths=80, tbl_hide_dataframe_shape=True, tbl_formatting="NOTHING"
