@@ -10,7 +10,7 @@ from flytekit import task
 from tasks import placement
 from tasks.artifacts.critics import publish_critic
 from tasks.artifacts.errors import ObjectConflict
-from tasks.config import IMMUTABLE_SECTIONS, CampaignConfig, changes, with_overrides
+from tasks.config import IMMUTABLE_SECTIONS, CampaignConfig, ConfigError, changes, with_overrides
 from tasks.experience.set_aside import owners, set_aside
 from tasks.records import CampaignRun, CampaignState, Candidate, Evaluation, PolicyVersion, SampleArchive
 from tasks.session import (
@@ -178,7 +178,7 @@ def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun) -> None:
     fixed = {name: values for name, values in changed.items() if name.split(".")[0] in IMMUTABLE_SECTIONS}
     if fixed:
         listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in fixed.items())
-        raise ValueError(
+        raise ConfigError(
             f"campaign {run.campaign} has version {head.version} and may not change these: {listed}. Restore "
             "them, choose another name, or pass --fresh to start a new lineage beside this one."
         )

@@ -14,14 +14,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from tasks import placement
-from tasks.config import CampaignConfig, with_overrides
+from tasks.config import CampaignConfig
 from tasks.planning.budget import Nodes, bytes_moved, memory_of_a_rank, price
 from tasks.planning.instances import PRICED
 from tasks.planning.shape import Shape, counted, described
-from tasks.session import open_store
+from tasks.session import open_store, read_config
 from tasks.train_config import TOPOLOGIES
 
 NUM_VERSIONS = 20
@@ -126,8 +124,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seconds", type=float, help="that an iteration takes")
     parser.add_argument("--store", help="where the campaign ran: its iterations' median time")
     options = parser.parse_args(arguments)
-    config = CampaignConfig.model_validate(yaml.safe_load(options.config.read_text()))
-    config = with_overrides(config, checkpoint__store=options.store)
+    config = read_config(options.config, checkpoint__store=options.store)
     seconds = iteration_seconds(config) if options.store else options.seconds
     print(text(config, model=options.model, seconds=seconds))
 

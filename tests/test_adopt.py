@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tasks.adopt import main
 from tasks.checkpoint import open_campaign, resume
-from tasks.config import CampaignConfig
+from tasks.config import CampaignConfig, ConfigError
 from tasks.policy.weights import tensor_digest
 from tasks.session import run_store
 
@@ -71,7 +71,7 @@ def test_a_hub_snapshot_becomes_version_0_and_the_written_file_goes_on_from_it(
     store = run_store(again)
     assert store.manifest(0).kind == "init" and store.manifest(0).tensor_digest == expected
     assert json.loads((store.pull(0) / "config.json").read_text())["dtype"] == "bfloat16"
-    with pytest.raises(ValueError, match=r"may not change these: model\.folder was '.*0123', is ''"):
+    with pytest.raises(ConfigError, match=r"may not change these: model\.folder was '.*0123', is ''"):
         reopened(CONFIG, address)
     with pytest.raises(SystemExit, match="--write must name a file that does not exist"):
         main([*named, "--write", str(written)])
