@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 
+import promql_parser
 from cluster_checks import CLUSTER, ROOT, Files, campaigns, documents, makers, named, pod_of
 
 from tasks import placement
@@ -133,8 +134,10 @@ def check_metrics(files: Files) -> Iterator[str]:
         unknown = set(re.findall(r"\bmoe_rl_\w+", expression)) - exported
         if unknown:
             yield f"{where} uses {sorted(unknown)}, which nothing exports"
-        if expression.count("(") != expression.count(")"):
-            yield f"{where} is no expression"
+        try:
+            promql_parser.parse(expression)
+        except ValueError as error:
+            yield f"{where} is no expression: {error}"
     for rule in alerts:
         if not {"summary", "action"} <= rule["annotations"].keys() or "severity" not in rule["labels"]:
             yield f"{rule['alert']} must say how bad it is, what is and what to do"

@@ -1,7 +1,7 @@
 """``configs/cluster``: valid against public schemas, and in agreement with campaigns and placement.
 
-What these tests cannot see: a cluster. Rules in CEL, cert-manager's and Prometheus' schemas, and whether a
-reservation exists are not checked. Every file is changed in many places to show that the checks see it.
+What these tests cannot see: a cluster. Rules in CEL, cert-manager's and Prometheus' schemas, whether an alert
+fires, and whether a reservation exists are not checked. Every file is changed in many places to show that the checks see it.
 """
 
 import copy
@@ -230,6 +230,7 @@ MUTATIONS = [
     (D, "0.spec.template.spec.containers.0.image", "x/aws-efa-k8s-device-plugin:v0.5.9", "needs 0.5.10"),
     (D, "1", "-", "one plugin for EFA"),
     (M, "1.spec.groups.0.rules.0.expr", "moe_rl_portion > 0", "which nothing exports"),
+    (M, "1.spec.groups.0.rules.4.expr", "sum by (reason) (moe_rl_rejected_total[1h])", "is no expression"),
     (M, "1.spec.groups.0.rules.0.annotations", {"summary": "x"}, "what to do"),
     (M, "1.spec.groups.0.rules.6", "-", "alerts must be"),
     (M, "1.spec.groups.0.rules.4.expr", "moe_rl_rejected_total{reason=~\"zero_varianz\"} > 0",
