@@ -30,8 +30,8 @@ def trainer(config: str, iteration: int, code: str, output: str = "/tmp/candidat
         code: archive of the project, as a registration uploads it
         output: where rank 0 writes the candidate
     """
-    pool = placement.TRAINER
-    nodes, ranks = TOPOLOGIES[yaml.safe_load(Path(config).read_text())["train"]["topology"]]
+    topology = yaml.safe_load(Path(config).read_text())["train"]["topology"]
+    pool, (nodes, ranks) = placement.TRAINER_OF[topology], TOPOLOGIES[topology]
     app = ddp(
         "--config", f"/root/{config}", "--iteration", str(iteration), "--output", output,
         m="tasks.policy.launch",

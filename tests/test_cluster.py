@@ -1,7 +1,8 @@
 """``configs/cluster``: valid against public schemas, and in agreement with campaigns and placement.
 
 What these tests cannot see: a cluster. Rules in CEL, cert-manager's and Prometheus' schemas, whether an alert
-fires, and whether a reservation exists are not checked. Every file is changed in many places to show that the checks see it.
+fires, and whether a reservation exists are not checked. Every file is changed in many places to show that the
+checks see it.
 """
 
 import copy

@@ -16,7 +16,8 @@ TEXT = (checks.CLUSTER / "README.md").read_text()
 FILES = checks.load()
 UP = TEXT[TEXT.index("## Up") : TEXT.index("## Down")]
 ORDER = [
-    "docker build", "create-bucket", "s3 sync", "create-placement-group", "create-capacity-reservation",
+    "pip install '.[train]'", "docker build", "create-bucket", "s3 sync", "create-placement-group",
+    "create-capacity-reservation",
     "eksctl create cluster", "create-vpc-endpoint", "create-db-instance", "device-plugins.yaml",
     "helm install cert-manager", "create namespace flyte", "workloads.yaml", "create secret tls moe-rl-ca",
     "-f configs/cluster/valkey.yaml", "helm install kueue", "-f configs/cluster/kueue.yaml",
