@@ -4,6 +4,7 @@
     python tests/bench_artifacts.py steps                      bytes a step ships, 1-GiB models, lr 1e-6
     python tests/bench_artifacts.py stall --gb 10              standstill of the trainer a snapshot
     python tests/bench_artifacts.py server                     the store against the client it uses
+    python tests/bench_artifacts.py fetch                      a version by patches, whole, and as chosen
     python tests/bench_artifacts.py campaign --store ./runs    bytes that a finished campaign shipped
 
 ``steps`` and ``stall`` take ``--device cuda``. Models are random; a step is a forward and a backward pass
@@ -13,10 +14,8 @@ is: Adam moves every weight by the learning rate. After some, moments average an
 
 import argparse
 import itertools
-import os
 import platform
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_transfers import bench_fetch, bench_server
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
@@ -178,65 +178,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*pair)
 
 
-def bench_server(options: argparse.Namespace) -> None:
-    """Alternating rounds: the client's own transfer of a file, and the store's with hashes and checks; a read
-    that is hashed behind its transfer, for comparison. CPU seconds are this process's, of all threads."""
-    from boto3.s3.transfer import TransferConfig
-
-    from tasks.artifacts.client import PART_BYTES
-    from tasks.artifacts.content import digests_of
-    from tasks.artifacts.store import open_store
-
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name)
-        store = open_store(str(folder / "store"), "bench", cache=folder / "cache")
-        config = TransferConfig(  # the client's best: its own pieces of 256 KiB take four times as many calls
-            multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=4,
-            io_chunksize=1 << 20, max_io_queue=256, preferred_transfer_client="classic",
-        )  # fmt: skip
-        size, target = options.mb << 20, folder / "raw-target"
-        spent: dict[str, list[tuple[float, float]]] = {}
-
-        def measure(*runs: tuple[str, Callable[[], Any]], number: int) -> None:
-            for label, run in runs if number % 2 else reversed(runs):
-                cpu = time.process_time()
-                spent.setdefault(label, []).append((timed(run)[0], time.process_time() - cpu))
-
-        for number in range(options.rounds):
-            path, raw = folder / f"file-{number}", folder / f"raw-{number}"
-            for made in (path, raw):
-                made.write_bytes(os.urandom(size))
-            send, receive = store.bucket._client.upload_file, store.bucket._client.download_file
-            extra = {"ChecksumAlgorithm": "SHA256"}
-            put = partial(send, str(raw), store.bucket.name, raw.name, ExtraArgs=extra, Config=config)
-            measure(("raw put", put), ("store put", partial(store.put_file, path)), number=number)
-            blob, stored = store.put_file(path), store.bucket.head(raw.name)
-            assert stored is not None
-            extra = {"VersionId": stored.version_id}
-            get = partial(receive, store.bucket.name, raw.name, str(target), ExtraArgs=extra, Config=config)
-            for again in range(options.reads):
-                measure(
-                    ("raw get", get),
-                    ("store get", partial(store.cache.link, "file", blob, folder / "links")),
-                    ("hashed after get", lambda get=get: (get(), digests_of(target))),
-                    number=again,
-                )
-                store.cache._path(blob.sha256).unlink()  # so that the next read fetches it again
-                (folder / "links" / "file").unlink()
-                target.unlink()
-            path.unlink()
-            raw.unlink()
-        print(f"| {options.mb} MiB, {options.rounds} files | median MB/s | share of raw: median | by CPU |")
-        print("|---|---|---|---|")
-        for label, pairs in spent.items():
-            raw = spent["raw " + label.split()[-1]]
-            shares = [[r[i] / p[i] for r, p in zip(raw, pairs, strict=True)] for i in (0, 1)]
-            wall, cpu = map(statistics.median, shares)
-            rate = size / 1e6 / statistics.median(seconds for seconds, _ in pairs)
-            between = f"{min(shares[0]):.0%}-{max(shares[0]):.0%}"
-            print(f"| {label} | {rate:.0f} | {wall:.0%} ({between}) | {cpu:.0%} |")
-
-
 def bench_campaign(options: argparse.Namespace) -> None:
     """Bytes that each version of a finished campaign added, and would have added whole."""
     from tasks.artifacts.lineage import added_bytes, newest_lineage
@@ -266,7 +207,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=["steps", "stall", "server", "campaign"])
+    parser.add_argument("part", nargs="?", choices=["steps", "stall", "server", "fetch", "campaign"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--scale", type=float, default=1.0, help="GiB of the models of `steps`")
     parser.add_argument("--kinds", nargs="+", choices=["dense", "moe"], default=["dense", "moe"])
@@ -276,6 +217,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=256, help="of the file of `server`")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--reads", type=int, default=6, help="of each file of `server`")
+    parser.add_argument("--links", type=int, nargs="*", default=[0, 100], help="MB/s, of `fetch`; 0: none")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--folder", help="for temporary files; default: the system's")
     parser.add_argument("--store", default="./runs")
@@ -284,7 +226,8 @@ def main() -> None:
     where = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "CPU"
     print(f"{options.part or 'small'}: {where}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n")
     parts = {
-        "steps": bench_steps, "stall": bench_stall, "server": bench_server, "campaign": bench_campaign,
+        "steps": bench_steps, "stall": bench_stall, "server": bench_server, "fetch": bench_fetch,
+        "campaign": bench_campaign,
     }  # fmt: skip
     if options.part:
         parts[options.part](options)

@@ -11,6 +11,7 @@ import yaml
 from tasks.artifacts.fanout import Network, fan_outs
 from tasks.artifacts.retention import Keep, carry_out, hold, plan_retention, release
 from tasks.artifacts.store import PolicyStore, open_store
+from tasks.embedded.seaweed import memory_limit
 
 CLUSTER = Path(__file__).resolve().parent.parent / "configs/cluster"
 REQUESTS = {
@@ -151,3 +152,11 @@ def test_the_fan_out_plan_says_what_the_planner_says():
     plan = yaml.safe_load((CLUSTER / "s3-fanout.yaml").read_text())
     ways = fan_outs(plan["num_bytes"], plan["num_nodes"], Network(**plan["network"]))
     assert {way.source: round(way.seconds, 1) for way in ways} == plan["seconds"]
+
+
+def test_the_embedded_servers_memory_is_a_share_of_the_machines_within_bounds(monkeypatch):
+    """By hand: a 32nd of 64 GiB is 2 GiB; a small machine and one of 2 TiB meet the bounds."""
+    for memory, limit in ((64 << 30, 2 << 30), (4 << 30, 300 << 20), (2 << 40, 8 << 30)):
+        sizes = {"SC_PHYS_PAGES": memory >> 12, "SC_PAGE_SIZE": 1 << 12}
+        monkeypatch.setattr("tasks.embedded.seaweed.os.sysconf", sizes.__getitem__)
+        assert memory_limit() == limit
