@@ -65,7 +65,6 @@ def bench_server(options: argparse.Namespace) -> None:
     from boto3.s3.transfer import TransferConfig
 
     from tasks.artifacts.client import PART_BYTES
-    from tasks.artifacts.content import digests_of
     from tasks.artifacts.store import open_store
     from tasks.embedded.seaweed import ensure_s3
     from tasks.policy.serialized import TensorFile
@@ -109,26 +108,36 @@ def bench_server(options: argparse.Namespace) -> None:
                 client.download_file, bucket, raw.name, str(target), ExtraArgs=version, Config=config
             )
             for again in range(options.reads):
-                measure(
-                    ("raw get", get),
-                    ("store get", partial(store.cache.link, "file", blob, folder / "links")),
-                    ("hashed after get", lambda get=get: (get(), digests_of(target))),
-                    number=again,
-                )
-                store.cache._path(blob.sha256).unlink()  # so that the next read fetches it again
-                (folder / "links" / "file").unlink()
-                target.unlink()
+                measure_reads(store, blob, get, target, partial(measure, number=again))
             path.unlink()
             raw.unlink()
-        print(f"| {options.mb} MiB, {options.rounds} files | median MB/s | share of raw: median | by CPU |")
-        print("|---|---|---|---|")
-        for label, pairs in spent.items():
-            raw_pairs = spent["raw " + label.split()[-1]]
-            shares = [[r[i] / p[i] for r, p in zip(raw_pairs, pairs, strict=True)] for i in (0, 1)]
-            wall, cpu = map(statistics.median, shares)
-            rate = size / 1e6 / statistics.median(seconds for seconds, _ in pairs)
-            between = f"{min(shares[0]):.0%}-{max(shares[0]):.0%}"
-            print(f"| {label} | {rate:.0f} | {wall:.0%} ({between}) | {cpu:.0%} |", flush=True)
+        print_shares(f"{options.mb} MiB, {options.rounds} files", size, spent)
+
+
+def measure_reads(store: Any, blob: Any, get: Callable[[], Any], target: Path, measure: Any) -> None:
+    """A file by the plain client, by the store, and hashed behind the plain client."""
+    from tasks.artifacts.content import digests_of
+
+    links = target.with_name("links")
+    measure(
+        ("raw get", get),
+        ("store get", partial(store.cache.link, "file", blob, links)),
+        ("hashed after get", lambda: (get(), digests_of(target))),
+    )
+    store.cache._path(blob.sha256).unlink()  # so that the next read fetches it again
+    (links / "file").unlink()
+    target.unlink()
+
+
+def print_shares(title: str, size: int, spent: dict[str, list[tuple[float, float]]]) -> None:
+    print(f"| {title} | median MB/s | share of raw: median | by CPU |\n|---|---|---|---|")
+    for label, pairs in spent.items():
+        raw_pairs = spent["raw " + label.split()[-1]]
+        shares = [[r[i] / p[i] for r, p in zip(raw_pairs, pairs, strict=True)] for i in (0, 1)]
+        wall, cpu = map(statistics.median, shares)
+        rate = size / 1e6 / statistics.median(seconds for seconds, _ in pairs)
+        between = f"{min(shares[0]):.0%}-{max(shares[0]):.0%}"
+        print(f"| {label} | {rate:.0f} | {wall:.0%} ({between}) | {cpu:.0%} |", flush=True)
 
 
 def bench_fetch(options: argparse.Namespace) -> None:
