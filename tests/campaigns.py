@@ -57,9 +57,9 @@ def write_config(folder: Path, config: dict) -> Path:
     return path
 
 
-def start(folder: Path, config: dict, *arguments: str) -> subprocess.Popen:
-    """Start the campaign with its store in ``folder``/store, in a session of its own."""
-    command = [
+def command(folder: Path, config: dict, *arguments: str) -> list[str]:
+    """Runs the campaign with its store in ``folder``/store."""
+    return [
         PYFLYTE,
         "run",
         str(ROOT / "workflows/campaign.py"),
@@ -70,8 +70,15 @@ def start(folder: Path, config: dict, *arguments: str) -> subprocess.Popen:
         str(folder / "store"),
         *arguments,
     ]
+
+
+def start(folder: Path, config: dict, *arguments: str) -> subprocess.Popen:
+    """In a session of its own."""
     log = (folder / "log").open("a")
-    return subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    return subprocess.Popen(
+        command(folder, config, *arguments),
+        cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
 
 
 def run(folder: Path, config: dict, *arguments: str, timeout: float = 600) -> Finished:

@@ -1,9 +1,21 @@
-"""A campaign whose samples all earn the same reward: solved, it goes on; hopeless, it stops and says so."""
+"""Samples that all earn the same reward: a solved campaign goes on; a hopeless one stops and says so."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
-from campaigns import SMALL, run, start
+from campaigns import SMALL, run
+
+from tasks.buffer import assemble
+from tasks.checkpoint import initialize
+from tasks.config import CampaignConfig
+from tasks.prompts import offer_prompts
+from tasks.records import CampaignRun
+from tasks.reward import score
+from tasks.rollout import rollout_worker
 
 ENVIRONMENT = """
 from tasks.environments.digits import DigitsEnvironment
@@ -12,42 +24,50 @@ from tasks.environments.protocol import Outcome
 
 class Same(DigitsEnvironment):
     def verify(self, prompt_id, response, *, is_finished):
-        return Outcome(kind="score", reward={reward}, is_exact={reward} == 1)
+        return Outcome(kind="score", reward=self.reward, is_exact=self.reward == 1)
 
 
 def make(*, held_out, seed, options):
-    return Same(name="same", transform=reversed, num_digits=3, num_held_out=held_out, seed=seed)
+    same = Same(name="same", transform=reversed, num_digits=3, num_held_out=held_out, seed=seed)
+    same.reward = options["reward"]
+    return same
 """
 
 
-def config(reward: float) -> dict:
+def config(reward: float) -> dict[str, Any]:
     return SMALL | {
-        "environment": {"name": "module", "module": "same", "held_out": 8},
-        "warm_start": {"steps": 1},
+        "environment": {"name": "module", "module": "same", "held_out": 8, "options": {"reward": reward}},
+        "warm_start": {"steps": 0},
         "schedule": {"iterations": 2, "segment_iterations": 2, "evaluate_every": 2},
     }
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, request):
-    (tmp_path / "same.py").write_text(ENVIRONMENT.format(reward=request.param))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+def folder(tmp_path: Path) -> Path:
+    """Holds the environment's module."""
+    (tmp_path / "same.py").write_text(ENVIRONMENT)
     return tmp_path
 
 
-@pytest.mark.parametrize("folder", [1.0], indirect=True)
-def test_a_solved_task_leaves_the_version_as_it_is_and_the_campaign_goes_on(folder):
+def test_a_solved_task_leaves_the_version_as_it_is_and_the_campaign_goes_on(folder, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
     finished = run(folder, config(1.0))
     assert finished.output.count("every sample is right, nothing is left to learn") == 2
     iterations = [line for line in finished.metrics() if line["kind"] == "iteration"]
     assert [line["metrics"]["steps"] for line in iterations] == [0, 0]
-    assert len(set(finished.digests()[-3:])) == 1  # the warm start's weights, twice again
+    assert len(set(finished.digests())) == 1  # version 0's weights, twice again
     assert "total" in finished.output and "zero_variance: 768" in finished.output
 
 
-@pytest.mark.parametrize("folder", [0.0], indirect=True)
-def test_a_task_that_nobody_gets_right_stops_with_what_to_do(folder):
-    process = start(folder, config(0.0))
-    assert process.wait(300) != 0
-    output = (folder / "log").read_text()
-    assert "at least one group must have differing rewards" in output and "warm-start" in output
+@pytest.mark.usefixtures("leave_servers")
+def test_a_task_that_nobody_gets_right_stops_with_what_to_do(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "same", raising=False)
+    stored = config(0.0) | {"checkpoint": {"store": str(folder / "store")}}
+    campaign = CampaignRun(config=CampaignConfig.model_validate(stored), lineage=1, code_revision="test")
+    policy = initialize(run=campaign)
+    prompts = offer_prompts(run=campaign, iteration=0, behavior=policy)
+    rollouts = [rollout_worker(worker=n, run=campaign, prompts=prompts, behavior=policy) for n in range(2)]
+    scores = score(run=campaign, prompts=prompts, behavior=policy, rollouts=rollouts)
+    with pytest.raises(RuntimeError, match=r"at least one group must have differing rewards.*warm-start"):
+        assemble(run=campaign, scores=scores, policy=policy)
