@@ -49,8 +49,8 @@ def campaign_run(finished: Finished) -> CampaignRun:
 
 def wait_until_stopped(folder: Path, *, timeout: float = 30) -> None:
     deadline = time.monotonic() + timeout
-    while servers := servers_of(folder):
-        assert time.monotonic() < deadline, servers
+    while left := servers_of(folder) + [str(path) for path in folder.glob("*/*.stopping")]:
+        assert time.monotonic() < deadline, left
         time.sleep(0.2)
 
 
@@ -175,8 +175,9 @@ def test_fresh_starts_the_next_lineage_and_keeps_the_first(reference, copy):
 
 def refused(folder: Path, config, *arguments) -> str:
     """What the command says on one line; in this process, which has imported all it needs."""
+    wide = CliRunner(env={"COLUMNS": "1000"})  # errors come in a box of the terminal's width
     with contextlib.chdir(folder):
-        ended = CliRunner().invoke(pyflyte.main, command(folder, config, *arguments)[1:])
+        ended = wide.invoke(pyflyte.main, command(folder, config, *arguments)[1:])
     assert ended.exit_code != 0
     return " ".join(ended.output.split())
 

@@ -30,6 +30,7 @@ from tasks.policy.mesh import make_mesh
 from tasks.policy.recompute import checkpoint_activations
 from tasks.policy.router import RouterBalance
 from tasks.policy.router_bias import RouterBias
+from tasks.policy.routers import Routers
 from tasks.policy.routing import Routing
 from tasks.policy.trainer import make_optimizer, policy_reader, train_minibatch
 from tasks.rl.packing import Packing, collate
@@ -114,9 +115,8 @@ def test_a_local_step_asks_the_device_once_beside_what_transformers_asks_a_pass(
     """With all that watches over routers, and with parts computed again where rows are packed."""
     model = tiny_policy(family).train()
     attach_dispatcher(model, LocalDispatcher())
-    watch: dict[str, Any] = {"routing": Routing(model), "balance": RouterBalance(model, coefficient=0.1)}
-    if family == "glm4_moe":
-        watch["bias"] = RouterBias(model, rate=0.01)
+    bias = RouterBias(model, rate=0.01) if family == "glm4_moe" else None
+    routers = Routers(routing=Routing(model), balance=RouterBalance(model, coefficient=0.1), bias=bias)
     if packing == "packed":
         checkpoint_activations(model)
     optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
@@ -128,7 +128,7 @@ def test_a_local_step_asks_the_device_once_beside_what_transformers_asks_a_pass(
     def step() -> dict[str, float]:
         return train_minibatch(
             model, optimizer, mesh, batches, loss,
-            num_global_tokens=num_tokens, max_grad_norm=1.0, read=policy_reader(), **watch,
+            num_global_tokens=num_tokens, max_grad_norm=1.0, read=policy_reader(), routers=routers,
         )  # fmt: skip
 
     step()  # makes the optimizer's state

@@ -27,7 +27,7 @@ def headings(page):
 def test_the_two_commands_come_first_and_ci_runs_the_readmes_own_lines():
     campaign, tests = COMMANDS[0].splitlines()
     assert "pyflyte run workflows/campaign.py campaign --config configs/campaigns/laptop.yaml" in campaign
-    assert tests.endswith("pytest")
+    assert tests.endswith("pytest -n 2")
     script = (ROOT / ".ci/run").read_text()
     assert 'eval "${readme[0]}"' in script and 'eval "${readme[1]}"' in script and "README.md" in script
 
