@@ -178,10 +178,7 @@ def test_normalised_parts_equal_verls_gdpo(seed):
 
 @pytest.mark.parametrize("length", [1, 5, 6, 8, 10, 13])
 def test_the_penalty_of_length_equals_trls(length):
-    pytest.importorskip("trl")
-    from trl.rewards import get_soft_overlong_punishment
-
-    theirs = get_soft_overlong_punishment(10, 4)(completion_ids=[[0] * length])
+    theirs = references.peer("trl.rewards").get_soft_overlong_punishment(10, 4)(completion_ids=[[0] * length])
     ours = overlong_penalty(torch.tensor([length]), max_tokens=10, buffer_tokens=4)
     assert ours.tolist() == pytest.approx(theirs, abs=1e-8)
 
