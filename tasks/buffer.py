@@ -66,7 +66,7 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
             for name, share in shares.items()
         },
     )
-    _require_signal(batch, scores)
+    require_signal(batch, scores, control=run.config.reward.control)
     batch = _seal(run, batch, payload)
     dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(rejected.items()) if count) or "none"
     carried = f", {batch.carried_in} inherited, {kept} kept" if batch.carried_in or kept else ""
@@ -104,15 +104,20 @@ def _stage_seconds(scores: ScoreReport, assemble_seconds: float) -> dict[str, fl
     }
 
 
-def _require_signal(batch: TrainBatch, scores: ScoreReport) -> None:
-    """Nothing to train is well if nothing is left to learn: the next version is this one again."""
-    if not batch.num_samples and scores.exact_share < 1:
+def require_signal(batch: TrainBatch, scores: ScoreReport, *, control: str) -> None:
+    """Nothing to train is well if nothing is left to learn: the next version is this one again. So it is for
+    a control, whose reward has nothing to teach."""
+    if batch.num_samples:
+        return
+    if scores.exact_share == 1:
+        text = "every sample is right, nothing is left to learn: make the task harder"
+    elif control != "none":
+        text = f"every sample earned the same {control} reward, nothing is left to learn"
+    else:
         raise RuntimeError(
             f"iteration {batch.iteration}: at least one group must have differing rewards, got none: "
             f"{batch.rejected}. Every sample of every prompt earned the same reward, so there is nothing to "
             "learn from: make the task easier or harder, raise rollout.group_size or rollout.temperature, or "
             "warm-start longer."
         )
-    if not batch.num_samples:
-        text = "every sample is right, nothing is left to learn: make the task harder"
-        say("assemble", text, iteration=batch.iteration)
+    say("assemble", text, iteration=batch.iteration)

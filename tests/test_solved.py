@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from campaigns import SMALL, run
 
-from tasks.buffer import assemble
+from tasks.buffer import assemble, require_signal
 from tasks.checkpoint import initialize
 from tasks.config import CampaignConfig
 from tasks.prompts import offer_prompts
-from tasks.records import CampaignRun
+from tasks.records import CampaignRun, ScoreReport, TrainBatch
 from tasks.reward import score
 from tasks.rollout import rollout_worker
 
@@ -71,3 +71,12 @@ def test_a_task_that_nobody_gets_right_stops_with_what_to_do(folder, monkeypatch
     scores = score(run=campaign, prompts=prompts, behavior=policy, rollouts=rollouts)
     with pytest.raises(RuntimeError, match=r"at least one group must have differing rewards.*warm-start"):
         assemble(run=campaign, scores=scores, policy=policy)
+
+
+def test_a_control_that_has_learned_to_be_wrong_goes_on(capsys):
+    batch = TrainBatch.model_construct(iteration=3, num_samples=0, rejected={"zero_variance": 8})
+    scores = ScoreReport.model_construct(exact_share=0.0)
+    require_signal(batch, scores, control="flipped")
+    assert "every sample earned the same flipped reward" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="at least one group must have differing rewards"):
+        require_signal(batch, scores, control="none")
