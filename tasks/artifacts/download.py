@@ -57,13 +57,7 @@ def download(
                 wait(attempt)
 
     try:
-        with ThreadPoolExecutor(min(num_threads, len(ranges))) as pool:
-            parts = [(start, stop, pool.submit(fetch, start, stop)) for start, stop in ranges]
-            try:
-                hash_in_order(fd, parts, found)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        make_parts(fd, ranges, fetch, num_threads=min(num_threads, len(ranges)), found=found)
     finally:
         os.close(fd)
 
@@ -85,6 +79,27 @@ def _fetch(get: Callable[..., dict[str, Any]], fd: int, start: int, stop: int, s
         while piece:  # a disk that gets full takes a part and refuses the rest
             written = os.pwrite(fd, piece, at)
             at, piece = at + written, piece[written:]
+
+
+def make_parts(
+    fd: int,
+    ranges: Iterable[tuple[int, int]],
+    make: Callable[[int, int], None],
+    *,
+    num_threads: int,
+    found: Hash | None,
+) -> None:
+    """``make(start, stop)`` of each part in threads, hashed in order behind them; a failure ends the rest."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        parts = [(start, stop, pool.submit(make, start, stop)) for start, stop in ranges]
+        try:
+            if found is not None:
+                hash_in_order(fd, parts, found)
+            for _, _, part in parts:
+                part.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def hash_in_order(fd: int, parts: Iterable[tuple[int, int, Future[None]]], found: Hash) -> None:

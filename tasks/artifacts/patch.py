@@ -13,7 +13,7 @@ import re
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from tasks.artifacts.changes import decode, encode
 from tasks.artifacts.content import Content, Hash
-from tasks.artifacts.download import hash_in_order
+from tasks.artifacts.download import make_parts
 from tasks.artifacts.errors import CorruptArtifact
 
 MAGIC = b"MOEPATCH"
@@ -123,13 +123,7 @@ def apply_patches(
         _write(fd, block, start)
 
     try:
-        with ThreadPoolExecutor(num_threads) as pool:
-            parts = [(*ends, pool.submit(make, *ends)) for ends in _pieces(sorted(changes), size)]
-            try:
-                _finish(fd, parts, found)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        make_parts(fd, _pieces(sorted(changes), size), make, num_threads=num_threads, found=found)
     finally:
         os.close(fd)
 
@@ -194,14 +188,6 @@ def _pieces(blocks: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[int,
         if start < stop:
             yield start, stop
         at = stop
-
-
-def _finish(fd: int, parts: list[tuple[int, int, Future[None]]], found: Hash | None) -> None:
-    if found is not None:
-        hash_in_order(fd, parts, found)
-    wait([part for _, _, part in parts])
-    for _, _, part in parts:
-        part.result()
 
 
 def _read(fd: int, block: NDArray[np.uint8], at: int) -> None:
