@@ -23,8 +23,10 @@ from botocore.exceptions import ClientError
 from publishing import failure, manifest, publish, respond
 
 from tasks.artifacts.content import BytesContent, digests_of, digests_of_bytes
+from tasks.artifacts.download import make_parts
 from tasks.artifacts.errors import CorruptArtifact, StoreError, VersionConflict
 from tasks.artifacts.manifest import Blob
+from tasks.artifacts.sending import send
 from tasks.artifacts.store import EMBEDDED_BUCKET, PolicyStore, open_store
 from tasks.embedded.seaweed import S3Endpoint
 
@@ -172,6 +174,42 @@ def test_a_body_that_is_not_what_its_signed_checksum_says_is_refused(policy_stor
     assert headers["X-Amz-Content-SHA256"] in (b"UNSIGNED-PAYLOAD", "UNSIGNED-PAYLOAD")
     signed = str(headers["Authorization"]).split("SignedHeaders=")[1].split(",")[0]
     assert "x-amz-checksum-sha256" in signed.split(";")
+
+
+class Torn(BytesContent):
+    """Cannot be read from its second part on."""
+
+    reads = 0
+
+    def read(self, start: int, stop: int) -> memoryview:
+        self.reads += 1
+        time.sleep(0.02)
+        if start:
+            raise OSError("torn")
+        return super().read(start, stop)
+
+
+def test_a_part_that_fails_ends_the_others_and_leaves_no_upload(
+    policy_store: PolicyStore, tmp_path: Path
+) -> None:
+    """On both ways, before the parts that nobody has begun."""
+    content, client = Torn(bytes(200 << 10)), policy_store.bucket._client
+    known = digests_of_bytes(bytes(200 << 10))
+    with pytest.raises(OSError, match="torn"):
+        send(client, EMBEDDED_BUCKET, "torn", content, known, part_bytes=1 << 10, num_threads=2)
+    assert content.reads < 50
+    listed = client.list_multipart_uploads(Bucket=EMBEDDED_BUCKET).get("Uploads", [])
+    assert "torn" not in [upload["Key"] for upload in listed]
+    received = Torn(bytes(200 << 10))
+
+    def receive(start: int, stop: int) -> None:
+        received.read(start, stop)
+
+    ranges = [(start, start + 1024) for start in range(0, received.size, 1024)]
+    with (tmp_path / "target").open("w+b") as file, pytest.raises(OSError, match="torn"):
+        file.truncate(received.size)
+        make_parts(file.fileno(), ranges, receive, num_threads=2, found=hashlib.sha256())
+    assert received.reads < 50
 
 
 @pytest.mark.parametrize("content", [b"other of this", b"short"])

@@ -7,7 +7,7 @@ behind the first part that is missing. That costs no more processor time than th
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,25 +90,12 @@ def make_parts(
     found: Hash | None,
 ) -> None:
     """``make(start, stop)`` of each part in threads, hashed in order behind them; a failure ends the rest."""
+    parts, buffer = list(ranges), memoryview(bytearray(PIECE_BYTES))
     with ThreadPoolExecutor(num_threads) as pool:
-        parts = [(start, stop, pool.submit(make, start, stop)) for start, stop in ranges]
-        try:
-            if found is not None:
-                hash_in_order(fd, parts, found)
-            for _, _, part in parts:
-                part.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def hash_in_order(fd: int, parts: Iterable[tuple[int, int, Future[None]]], found: Hash) -> None:
-    """Hash a file behind those who write its parts."""
-    buffer = memoryview(bytearray(PIECE_BYTES))
-    for at, stop, part in parts:
-        part.result()
-        while at < stop:
-            number = os.preadv(fd, [buffer[: stop - at]], at)
-            assert number, "a part that was written can be read"
-            found.update(buffer[:number])
-            at += number
+        # ``map`` drops what has not begun when a part fails
+        for (at, stop), _ in zip(parts, pool.map(lambda part: make(*part), parts), strict=True):
+            while found is not None and at < stop:
+                number = os.preadv(fd, [buffer[: stop - at]], at)
+                assert number, "a part that was written can be read"
+                found.update(buffer[:number])
+                at += number
