@@ -29,7 +29,7 @@ from tasks.environments.scorer import Sample, make_scorer
 from tasks.experience.ledger import seed_of
 from tasks.policy.beside import with_column
 from tasks.policy.chat import Chat
-from tasks.policy.critic import Critic, read_values, train_critic
+from tasks.policy.critic import read_values, train_critic
 from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.epoch import train
 from tasks.policy.mesh import make_mesh
@@ -41,7 +41,7 @@ from tasks.policy.routers import Routers
 from tasks.policy.routing import Routing
 from tasks.policy.tokenizer import character_tokenizer, prompt_ids
 from tasks.policy.trainee import Trainee, learning_rate
-from tasks.policy.trainer import make_optimizer, policy_reader
+from tasks.policy.trainer import Learner, make_optimizer, policy_reader
 from tasks.rl.assembly import assemble_frame
 from tasks.rl.refill import refill_sizes, telling_prompts
 from tasks.schema import ScoredFrame, make_frame
@@ -132,7 +132,7 @@ class Loop:
         self.engine = EmbeddedEngine(batch_size=config.rollout.batch_size)
         self.engine.load(folder, 0)
         self.versions: list[dict[str, torch.Tensor]] = []
-        self.critic: Critic | None = None
+        self.critic: Learner | None = None
         self._warm_start()
         self.reference = self.weights()
         self.optimizer = self._adamw(self.model, config.train.learning_rate)
@@ -140,7 +140,7 @@ class Loop:
             value = load_policy(folder, dispatcher=LocalDispatcher(), head="value").train()
             value.load_state_dict(self.reference, strict=False)
             optimizer = self._adamw(value, config.algorithm.critic.learning_rate)
-            self.critic = Critic(value, optimizer, self.mesh)
+            self.critic = Learner(value, optimizer, self.mesh)
 
     def iterate(self, k: int) -> tuple[float, dict[str, float]]:
         """Sample with the policy of ``max_staleness`` iterations before, train the newest."""

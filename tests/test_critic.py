@@ -20,14 +20,14 @@ from transformers import AutoModelForTokenClassification
 from tasks.algorithm_config import AlgorithmConfig
 from tasks.artifacts import critics
 from tasks.config import CampaignConfig
-from tasks.policy.critic import Critic, read_values, train_critic, value_reader
+from tasks.policy.critic import read_values, train_critic, value_reader
 from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
 from tasks.policy.fsdp import shard_parameters
 from tasks.policy.mesh import make_mesh
 from tasks.policy.model import load_policy
 from tasks.policy.reading import read_rows
 from tasks.policy.shards import whole_tensor
-from tasks.policy.trainer import make_optimizer
+from tasks.policy.trainer import Learner, make_optimizer
 from tasks.policy.weights import disk_tensors, tensor_digest, write_index
 from tasks.records import CampaignRun
 from tasks.train_config import TrainConfig
@@ -44,17 +44,17 @@ def batch() -> list[dict]:
     ]
 
 
-def make_critic(folder: Path, mesh, dispatcher=None, fsdp: int = 1) -> Critic:
+def make_critic(folder: Path, mesh, dispatcher=None, fsdp: int = 1) -> Learner:
     def split(model) -> None:
         if fsdp > 1:
             shard_parameters(model, mesh, compute_dtype=torch.float32)
 
     model = load_policy(folder, dispatcher=dispatcher or LocalDispatcher(), head="value", prepare=split)
     optimizer = make_optimizer(model, lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
-    return Critic(model.train(), optimizer, mesh)
+    return Learner(model.train(), optimizer, mesh)
 
 
-def update(critic: Critic) -> tuple[list[dict], dict[str, float]]:
+def update(critic: Learner) -> tuple[list[dict], dict[str, float]]:
     """Rows with values, and metrics."""
     valued = read_values(critic, batch(), SETTINGS)
     return valued, train_critic(critic, valued, ALGORITHM, SETTINGS)

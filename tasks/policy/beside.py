@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from tasks.artifacts.critics import critic_store, find_critic, keep_candidate
 from tasks.artifacts.manifest import Manifest
 from tasks.policy import weights
-from tasks.policy.critic import Critic, read_values, train_critic
+from tasks.policy.critic import read_values, train_critic
 from tasks.policy.epoch import Position
 from tasks.policy.reading import reader_of
 from tasks.policy.resume import seed_generators
 from tasks.policy.routers import RouterWatch
-from tasks.policy.trainer import agree_to_stop
+from tasks.policy.trainer import Learner, agree_to_stop
 from tasks.policy.unfinished import Attempt, Prepared
 from tasks.policy.workbench import Row, Workbench, release
 from tasks.session import OPTIMIZER, open_store
@@ -102,7 +102,7 @@ def update_critic(
         if dist.get_rank() == 0:
             critics.commit(parent)
     reseed = partial(seed_generators, bench.run, bench.batch.iteration, part="critic")
-    critic = Critic(model, optimizer, bench.mesh, bench.progress, attempt.stop, reseed)
+    critic = Learner(model, optimizer, bench.mesh, bench.progress, attempt.stop, reseed)
     if not is_begun:
         prepared = replace(prepared, rows=read_values(critic, prepared.rows, config.train))
     prepared = _trained(bench, attempt, critic, critics, prepared, policy, parent)
@@ -114,7 +114,7 @@ def update_critic(
 def _trained(
     bench: Workbench,
     attempt: Attempt,
-    critic: Critic,
+    critic: Learner,
     critics: PolicyStore,
     prepared: Prepared,
     policy: Manifest,

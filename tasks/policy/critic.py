@@ -7,40 +7,24 @@ mini-batches like the policy's, and goes on there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from tasks.algorithm_config import AlgorithmConfig, CorrectionConfig
 from tasks.policy.epoch import Position
 from tasks.policy.logprobs import stage_inputs
-from tasks.policy.mesh import ParallelMesh
-from tasks.policy.progress import Progress
 from tasks.policy.reading import read_rows
-from tasks.policy.stopping import StopRequest
-from tasks.policy.trainer import MicroBatch, Read, train_minibatch
+from tasks.policy.trainer import Learner, MicroBatch, Read, train_minibatch
 from tasks.rl.objective import value_objective
 from tasks.rl.packing import by_minibatch, micro_batches, num_trained_tokens, rank_share
 from tasks.rl.preparation import prepare_rows
 from tasks.train_config import TrainConfig
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Critic:
-    model: PreTrainedModel
-    optimizer: AdamW
-    mesh: ParallelMesh
-    progress: Progress = field(default_factory=Progress)
-    stop: StopRequest | None = None
-    reseed: Callable[[int], None] = lambda _number: None
-    """As a trainee's."""
 
 
 def value_reader() -> Read:
@@ -57,7 +41,7 @@ def value_reader() -> Read:
     return read
 
 
-def read_values(critic: Critic, rows: Sequence[Row], settings: TrainConfig) -> list[Row]:
+def read_values(critic: Learner, rows: Sequence[Row], settings: TrainConfig) -> list[Row]:
     """Rows with the ``value`` of each token, as the critic says it now. Collective."""
     values = read_rows(
         critic.model,
@@ -71,7 +55,7 @@ def read_values(critic: Critic, rows: Sequence[Row], settings: TrainConfig) -> l
 
 
 def train_critic(
-    critic: Critic,
+    critic: Learner,
     rows: Sequence[Row],
     algorithm: AlgorithmConfig,
     settings: TrainConfig,
@@ -96,7 +80,7 @@ def train_critic(
 
 
 def _step(
-    critic: Critic, members: Sequence[Row], algorithm: AlgorithmConfig, settings: TrainConfig
+    critic: Learner, members: Sequence[Row], algorithm: AlgorithmConfig, settings: TrainConfig
 ) -> dict[str, float]:
     share = rank_share(members, rank=critic.mesh.share, world_size=critic.mesh.num_shares)
     batches = micro_batches(share, max_tokens=settings.micro_batch_tokens, packing=settings.packing)

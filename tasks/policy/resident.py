@@ -16,12 +16,12 @@ import torch.distributed as dist
 from tasks.artifacts.manifest import Manifest, StoredFile
 from tasks.config import CampaignConfig
 from tasks.policy.dispatch import Dispatcher
-from tasks.policy.epoch import Trainee
 from tasks.policy.means import open_dispatcher
 from tasks.policy.mesh import ParallelMesh, make_mesh
 from tasks.policy.progress import BLOCKED
 from tasks.policy.snapshot import HostArena
 from tasks.policy.stopping import StopRequest
+from tasks.policy.trainee import Trainee
 
 
 class Resident:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from tasks.artifacts.manifest import Manifest
@@ -19,7 +17,6 @@ from tasks.policy.nonfinite import NonFiniteSteps
 from tasks.policy.norms import use_fused_norms
 from tasks.policy.offload import offload_moments, put_moments_away
 from tasks.policy.packed import require_packable
-from tasks.policy.progress import Progress
 from tasks.policy.recompute import checkpoint_activations
 from tasks.policy.resume import seed_generators
 from tasks.policy.rotary import use_fused_rotary
@@ -28,22 +25,16 @@ from tasks.policy.router_bias import RouterBias
 from tasks.policy.routers import Routers
 from tasks.policy.routing import Routing
 from tasks.policy.stopping import StopRequest
+from tasks.policy.trainer import Learner
 from tasks.policy.workbench import Workbench
 
 
-@dataclass(frozen=True, slots=True)
-class Trainee:
-    """What one pass changes, and who watches."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainee(Learner):
+    """With what is watched in a policy alone."""
 
-    model: PreTrainedModel
-    optimizer: AdamW
-    mesh: ParallelMesh
-    progress: Progress
     nonfinite: NonFiniteSteps
     routers: Routers = field(default_factory=Routers)
-    stop: StopRequest | None = None
-    reseed: Callable[[int], None] = lambda _number: None
-    """Called before each mini-batch with its place in the pass: what is drawn there depends on that alone."""
 
     @property
     def routing(self) -> Routing | None:
@@ -86,7 +77,9 @@ def make_trainee(
         weights.load_optimizer(model, optimizer, folder)
     if config.train.offload_optimizer:
         offload_moments(optimizer)
-    return Trainee(model, optimizer, bench.mesh, bench.progress, nonfinite, routers, stop, reseed)
+    return Trainee(
+        model, optimizer, bench.mesh, bench.progress, stop, reseed, nonfinite=nonfinite, routers=routers
+    )
 
 
 def learning_rate(config: CampaignConfig, iteration: int) -> float:

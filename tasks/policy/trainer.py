@@ -53,6 +53,19 @@ class Read(Protocol):
     ) -> tuple[Tensor, ...]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """What one pass over a batch changes, and who watches: PPO's critic, or the policy (``Trainee``)."""
+
+    model: PreTrainedModel
+    optimizer: AdamW
+    mesh: ParallelMesh
+    progress: Progress = field(default_factory=Progress)
+    stop: StopRequest | None = None
+    reseed: Callable[[int], None] = lambda _number: None
+    """Called before each mini-batch with its place in the pass: what is drawn there depends on that alone."""
+
+
 def make_optimizer(
     model: PreTrainedModel,
     *,

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from tasks.artifacts.errors import CacheFull, CorruptArtifact, NotFound
 from tasks.artifacts.unfinished import Trained, UnfinishedUpdate, UpdateIdentity, unfinished_updates
 from tasks.config import CampaignConfig
-from tasks.policy.epoch import Position, Trainee, train
+from tasks.policy.epoch import Position, train
 from tasks.policy.stopping import EXIT_CODE, StopAgreed, StopRequest
+from tasks.policy.trainee import Trainee
 from tasks.records import CampaignRun, PolicyVersion, TrainBatch
 from tasks.session import say
 
