@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import signal
 from pathlib import Path
@@ -116,6 +117,36 @@ def test_ranks_train_the_critic_of_one_rank(tmp_path, ep, fsdp):
     _, metrics = update(critic)
     again, _ = update(critic)
     run_ranks(check_ranks, 2, ep, fsdp, folder, (metrics, [row["value"] for row in again]))
+
+
+def without_tokens(row: dict) -> dict:
+    return {**row, "loss_mask": [False] * len(row["loss_mask"])}
+
+
+def test_a_mini_batch_without_a_trained_token_takes_no_step_and_a_batch_without_rows_none_at_all(tmp_path):
+    """Such a batch is sealed when nothing is left to learn; the next version is this one again."""
+    folder = saved(tiny_policy("qwen3_moe"), tmp_path)
+    whole, part, none = (make_critic(folder, make_mesh(1, 1)) for _ in range(3))
+    before = tensor_digest(disk_tensors(none.model))
+    assert train_critic(none, read_values(none, [], SETTINGS), ALGORITHM, SETTINGS) == {
+        "critic/skipped_steps": 0.0
+    }
+    assert tensor_digest(disk_tensors(none.model)) == before
+    rows = [without_tokens(row) if row["minibatch"] else row for row in read_values(whole, batch(), SETTINGS)]
+    first = [row for row in rows if not row["minibatch"]]
+    assert train_critic(whole, rows, ALGORITHM, SETTINGS) == train_critic(part, first, ALGORITHM, SETTINGS)
+    assert tensor_digest(disk_tensors(whole.model)) == tensor_digest(disk_tensors(part.model)) != before
+
+
+def test_a_step_that_is_not_finite_is_counted_and_left_out_of_the_means(tmp_path):
+    folder = saved(tiny_policy("qwen3_moe"), tmp_path)
+    whole, part = (make_critic(folder, make_mesh(1, 1)) for _ in range(2))
+    algorithm = ALGORITHM.model_copy(update={"whiten": False})
+    rows = [{**row, "reward": math.inf} if row["minibatch"] else row for row in batch()]
+    rows = read_values(whole, rows, SETTINGS)
+    first = [row for row in rows if not row["minibatch"]]
+    expected = train_critic(part, first, algorithm, SETTINGS) | {"critic/skipped_steps": 1.0}
+    assert train_critic(whole, rows, algorithm, SETTINGS) == expected
 
 
 # Versions

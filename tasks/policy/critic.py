@@ -67,16 +67,15 @@ def train_critic(
     position = position or Position()
     # returns only: what is corrected or left out is the policy's business
     with_returns, _ = prepare_rows(rows, algorithm.model_copy(update={"correction": CorrectionConfig()}))
-    order, totals = by_minibatch(with_returns) * algorithm.num_epochs, position.totals
+    order = by_minibatch(with_returns) * algorithm.num_epochs
     for place in range(position.done, len(order)):
         number, members = order[place]
-        critic.progress.at("critic's mini-batch", number)
-        critic.reseed(place)
-        for name, value in _step(critic, members, algorithm, settings).items():
-            totals[name] = totals.get(name, 0.0) + value
-        totals["steps"] += 1
+        if num_trained_tokens(members):
+            critic.progress.at("critic's mini-batch", number)
+            critic.reseed(place)
+            position.add(_step(critic, members, algorithm, settings))
         position.done = place + 1
-    return _metrics(totals)
+    return _metrics(position.totals)
 
 
 def _step(
@@ -100,14 +99,18 @@ def _step(
 
 
 def _metrics(totals: dict[str, float]) -> dict[str, float]:
-    """Means; ``explained`` is the share of the returns' variance that the values explain."""
-    tokens = max(totals["tokens"], 1.0)
+    """Means, if there was a step; ``explained`` is the share of the returns' variance that the values
+    explain."""
+    skipped = {"critic/skipped_steps": totals["skipped"]}
+    if "tokens" not in totals:
+        return skipped
+    tokens = totals["tokens"]
     mean = totals["return"] / tokens
     variance = totals["return_square"] / tokens - mean**2
     return {
         "critic/value_loss": totals["value_loss"] / tokens,
         "critic/value": totals["value"] / tokens,
         "critic/explained": 1 - totals["value_error"] / tokens / variance if variance > 0 else 0.0,
-        "critic/grad_norm": totals["grad_norm"] / max(totals["steps"], 1.0),
-        "critic/skipped_steps": totals["skipped"],
+        "critic/grad_norm": totals["grad_norm"] / (totals["steps"] - totals["skipped"]),
+        **skipped,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,12 @@ class Position:
     """Mini-batches, counted over epochs."""
     totals: dict[str, float] = field(default_factory=lambda: {"steps": 0.0, "skipped": 0.0})
 
+    def add(self, sums: Mapping[str, float]) -> None:
+        """A step. A skipped one counts as one and adds nothing else: what it would add is not finite."""
+        finite = {"skipped": 1.0} if sums["skipped"] else sums
+        for name, value in {**finite, "steps": 1.0}.items():
+            self.totals[name] = self.totals.get(name, 0.0) + value
+
 
 def train(
     trainee: Trainee,
@@ -50,9 +56,8 @@ def train(
     """One optimizer step a mini-batch, ``num_epochs`` times over the batch; metrics are means over tokens or
     steps.
 
-    A skipped step counts as one and adds nothing else: what it would add is not finite. A mini-batch of which
-    a correction dropped every token takes no step. Goes on behind ``position`` and moves it, so that it is
-    right when ``StopAgreed`` ends the pass between two mini-batches.
+    A mini-batch of which a correction dropped every token takes no step. Goes on behind ``position`` and
+    moves it, so that it is right when ``StopAgreed`` ends the pass between two mini-batches.
     """
     position = position or Position()
     mesh, totals = trainee.mesh, position.totals
@@ -66,11 +71,8 @@ def train(
         if num_trained_tokens(members):
             trainee.reseed(place)
             sums = _step(trainee, number, members, config, objective=objective)
-            if sums["skipped"]:
-                sums = {"skipped": 1.0}
-            for name, value in (sums | {"steps": 1}).items():
-                totals[name] = totals.get(name, 0.0) + value
-            trainee.nonfinite.count(is_skipped="loss" not in sums, minibatch=number)
+            position.add(sums)
+            trainee.nonfinite.count(is_skipped=bool(sums["skipped"]), minibatch=number)
         position.done = place + 1
     tokens = max(totals.get("tokens", 0.0), 1.0)
     taken = max(totals["steps"] - totals["skipped"], 1.0)
