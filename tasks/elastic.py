@@ -8,8 +8,10 @@ recoverable instead, so that Flyte runs it again. With several nodes the process
 143, and its pod is started again elsewhere.
 """
 
+import errno
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Mapping
@@ -73,6 +75,7 @@ class RankServer:
 
 
 RANK_SERVER = RankServer()
+SHARED_MEMORY = "/dev/shm"
 
 
 def run_rank(changes: Mapping[str, str | None], function: bytes, inputs: Mapping[str, Any]) -> Any:
@@ -145,6 +148,9 @@ class TorchElasticTask(PytorchElasticFunctionTask):
         except ChildFailedError as failed:
             _, first = failed.get_first_failure()
             raise FlyteUserRuntimeException(failed, timestamp=first.timestamp) from failed
+        except OSError as error:
+            _require_shared_memory(settings.nproc_per_node, error)
+            raise
         except SignalException:
             if self.num_nodes == 1:
                 return _PREEMPTED
@@ -161,6 +167,17 @@ class TorchElasticTask(PytorchElasticFunctionTask):
                 "the training's processes got a signal to stop. Run the campaign again to go on."
             )
         return super().post_execute(user_params, rval)
+
+
+def _require_shared_memory(num_ranks: int, error: OSError) -> None:
+    """Torch makes a page of shared memory for each of its semaphores: two a rank and five."""
+    needed, free = (2 * num_ranks + 5) * os.sysconf("SC_PAGE_SIZE"), shutil.disk_usage(SHARED_MEMORY).free
+    if error.errno == errno.ENOSPC and free < needed:
+        raise RuntimeError(
+            f"{SHARED_MEMORY} must have {needed:,} bytes free for {num_ranks} ranks to start, got {free:,}. "
+            "Remove what ended processes left there, or give this machine more: docker run --shm-size=1g, or "
+            "the shm volume of the pod."
+        ) from error
 
 
 TaskPlugins.register_pythontask_plugin(TorchElastic, TorchElasticTask)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -57,6 +59,27 @@ def test_the_error_of_a_rank_reaches_whoever_ran_the_task_and_no_folder_stays(tm
     with pytest.raises(Exception, match=r"rank \d must be well, got ill"):
         fail()
     assert not [*tmp_path.glob("torchelastic_*"), *tmp_path.glob("moe-rl-ranks-*")]
+
+
+FULL = """
+import sys
+sys.path[:0] = {path!r}
+from test_elastic import look
+look(name="X")
+"""
+
+
+def test_ranks_that_find_shared_memory_full_say_what_they_need(tmp_path):
+    """In a mount namespace of its own, with 16 KiB; two ranks take 9 pages. NCCL's segments are not seen."""
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    full = "mount -t tmpfs -o size=16k none /dev/shm"
+    if subprocess.run([*inside, full], capture_output=True).returncode:
+        pytest.skip("this kernel gives users no mount namespace")
+    (tmp_path / "full.py").write_text(FULL.format(path=sys.path))
+    run = subprocess.run(
+        [*inside, f"{full} && exec {sys.executable} {tmp_path / 'full.py'}"], capture_output=True, text=True
+    )
+    assert run.returncode and "/dev/shm must have 36,864 bytes free for 2 ranks to start, got" in run.stderr
 
 
 @pytest.mark.gpu

@@ -9,6 +9,8 @@ OBSOLETE = ("FI_EFA_USE_DEVICE_RDMA", "FI_EFA_FORK_SAFE", "RDMAV_FORK_SAFE", "NC
             "FI_EFA_ENABLE_SHM_TRANSFER", "NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS")  # fmt: skip
 MIN_DRIVER = (580,)
 """Of NVIDIA's driver for CUDA 13."""
+LEAST_SHARED_MEMORY = 2**-10
+"""GiB, for a role that asks for none: torch's processes keep their semaphores there."""
 NVLINKS = {"h100": 18, "h200": 18, "b200": 18, "b300": 18}
 
 
@@ -216,10 +218,12 @@ def two_ranks_exchange(facts: Facts, wanted: Wanted) -> str:
 
 @check(*NODE)
 def shared_memory(facts: Facts, wanted: Wanted) -> str:
-    found = get(facts, "shared_memory_gib")
-    if found >= 0.95 * wanted.shared_memory_gib:
-        return ""
-    return f"/dev/shm must hold {wanted.shared_memory_gib:g} GiB, got {found:.2f}. Mount the shm volume."
+    found, least = get(facts, "shared_memory_gib"), wanted.shared_memory_gib or LEAST_SHARED_MEMORY
+    return unless(
+        found >= 0.95 * least,
+        f"/dev/shm must have {least:g} GiB free, got {found:.4f}. Mount the shm volume, or remove what ended "
+        "processes left in it.",
+    )
 
 
 @check(*NODE)
