@@ -4,7 +4,8 @@ from flytekit import task
 
 from tasks import placement
 from tasks.records import CampaignRun, PolicyVersion, SampleArchive, TrainBatch
-from tasks.session import run_buffer, run_store, say
+from tasks.say import say
+from tasks.session import run_buffer, run_store
 
 
 @task(**placement.MEMORY.task_arguments())

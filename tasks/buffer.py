@@ -9,7 +9,8 @@ from flytekit import task
 from tasks import placement
 from tasks.artifacts.errors import ObjectConflict
 from tasks.records import CampaignRun, PolicyVersion, ScoreReport, TrainBatch, WorkerThroughput
-from tasks.session import batch_name, find_sealed, run_buffer, run_store, say
+from tasks.say import say
+from tasks.session import batch_name, find_sealed, run_buffer, run_store
 
 
 @task(**placement.MEMORY.task_arguments())

@@ -13,6 +13,7 @@ from tasks.artifacts.errors import ObjectConflict
 from tasks.config import IMMUTABLE_SECTIONS, CampaignConfig, ConfigError, changes, with_overrides
 from tasks.experience.set_aside import owners, set_aside
 from tasks.records import CampaignRun, CampaignState, Candidate, Evaluation, PolicyVersion, SampleArchive
+from tasks.say import say
 from tasks.session import (
     CURRENT_RUN,
     code_revision,
@@ -20,7 +21,6 @@ from tasks.session import (
     open_store,
     run_buffer,
     run_store,
-    say,
     store_folder,
 )
 

@@ -8,7 +8,8 @@ from flytekit import task
 from tasks import placement
 from tasks.artifacts.errors import ObjectConflict
 from tasks.records import CampaignRun, Evaluation, PolicyVersion
-from tasks.session import OPTIMIZER, run_store, say
+from tasks.say import say
+from tasks.session import OPTIMIZER, run_store
 
 
 @task(**placement.ROLLOUT.task_arguments())

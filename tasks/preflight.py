@@ -24,7 +24,8 @@ from tasks.config import CampaignConfig
 from tasks.planning.check import Wanted
 from tasks.planning.instances import gib
 from tasks.records import CampaignRun
-from tasks.session import ROOT, is_local_store, read_config, say, store_folder
+from tasks.say import say
+from tasks.session import ROOT, is_local_store, read_config, store_folder
 
 ROLES = ("laptop", "cpu", "rollout", "trainer", "cluster")
 POOL_ROLES = ("cpu", "rollout", "trainer")

@@ -4,7 +4,8 @@ from flytekit import Deck, task
 
 from tasks import placement
 from tasks.records import CampaignRun, CampaignState, CampaignSummary
-from tasks.session import is_local_store, run_store, say, store_folder
+from tasks.say import say
+from tasks.session import is_local_store, run_store, store_folder
 
 
 @task(enable_deck=True, **placement.CPU.task_arguments())

@@ -7,7 +7,8 @@ from flytekit import task
 
 from tasks import placement
 from tasks.records import CampaignRun, PolicyVersion, PromptSet, RolloutReport, ScoreReport, TrainBatch
-from tasks.session import WEIGHTS, find_sealed, run_buffer, run_environment, run_store, say
+from tasks.say import say
+from tasks.session import WEIGHTS, find_sealed, run_buffer, run_environment, run_store
 
 if TYPE_CHECKING:
     from tasks.environments.intake import Intake

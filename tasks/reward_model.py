@@ -7,7 +7,7 @@ from flytekit import task
 from tasks import placement
 from tasks.config import CampaignConfig
 from tasks.records import RewardModelReport
-from tasks.session import say
+from tasks.say import say
 
 
 @task(**placement.REWARD.task_arguments())

@@ -8,7 +8,8 @@ from flytekit import map_task, task
 
 from tasks import placement
 from tasks.records import CampaignRun, PolicyVersion, PromptSet, RolloutReport
-from tasks.session import OPTIMIZER, run_buffer, run_store, say
+from tasks.say import say
+from tasks.session import OPTIMIZER, run_buffer, run_store
 
 
 @task(**placement.ROLLOUT.task_arguments())

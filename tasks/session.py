@@ -187,9 +187,3 @@ def other_code(revision: str) -> str:
         f"what stands beside a campaign must run its code, {revision}, got {code_revision()}. Start it from "
         "the campaign's code, or the campaign from this."
     )
-
-
-def say(stage: str, text: str, *, iteration: int | None = None) -> None:
-    """One progress line; the only way the project talks while it works."""
-    where = "          " if iteration is None else f"iter {iteration:>4} "
-    print(f"{where} {stage:<9} {text}", flush=True)

@@ -70,7 +70,7 @@ def layer(name):
 
 CONFIGURATION = {path.stem for path in (ROOT / "tasks").glob("*config.py")}
 SHARED_VALUES = {
-    f"tasks.{name}" for name in CONFIGURATION | {"section", "grid", "records", "schema", "session"}
+    f"tasks.{name}" for name in CONFIGURATION | {"section", "grid", "records", "say", "schema", "session"}
 }
 """Files of ``tasks/`` that the packages read: values and how to open what they name. They hold no task."""
 

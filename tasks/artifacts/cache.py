@@ -33,7 +33,7 @@ from tasks.artifacts.errors import CacheFull, CorruptArtifact
 from tasks.artifacts.manifest import Blob, PatchedBlob, StoredFile
 from tasks.artifacts.patch import apply_patches
 from tasks.artifacts.rates import Choice, Fetch, Rates
-from tasks.session import say
+from tasks.say import say
 
 
 @dataclass(kw_only=True, slots=True)

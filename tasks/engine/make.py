@@ -14,7 +14,7 @@ from tasks.engine.turns import Dialogue
 from tasks.engine.worker import RolloutWorker
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.rollout_config import RolloutConfig
-from tasks.session import say
+from tasks.say import say
 from tasks.sglang_config import SglangConfig
 
 if TYPE_CHECKING:

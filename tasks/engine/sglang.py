@@ -34,7 +34,7 @@ from tasks.engine.sglang_format import completion, request_body, single_bodies
 from tasks.engine.sglang_fp8 import quantised_folder
 from tasks.engine.sglang_model import routing_shape, served_folder, vocabulary
 from tasks.engine.sglang_server import LaunchedServer
-from tasks.session import say
+from tasks.say import say
 from tasks.sglang_config import SglangConfig
 
 ABORT_SECONDS = 0.2

@@ -29,16 +29,8 @@ from tasks.engine.protocol import Engine
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.errors import PolicyVersionMismatch
 from tasks.records import CampaignRun
-from tasks.session import (
-    CURRENT_RUN,
-    OPTIMIZER,
-    open_store,
-    other_code,
-    read_config,
-    run_buffer,
-    run_store,
-    say,
-)
+from tasks.say import say
+from tasks.session import CURRENT_RUN, OPTIMIZER, open_store, other_code, read_config, run_buffer, run_store
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 2.0

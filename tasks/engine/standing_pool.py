@@ -3,7 +3,8 @@
 import time
 
 from tasks.records import CampaignRun, PromptSet, RolloutReport
-from tasks.session import run_buffer, say
+from tasks.say import say
+from tasks.session import run_buffer
 
 POLL_SECONDS = 0.1
 SAY_SECONDS = 5.0

@@ -8,7 +8,7 @@ import polars as pl
 from tasks.environments.alerts import ALERTS, alerts_up
 from tasks.environments.intake import Intake
 from tasks.records import RolloutReport
-from tasks.session import say
+from tasks.say import say
 
 
 def reward_metrics(frame: pl.DataFrame) -> dict[str, float]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from tasks.environments.scorer import Scorer
 from tasks.environments.scoring import readable, score_groups
 from tasks.experience.buffer import ExperienceBuffer
-from tasks.session import say
+from tasks.say import say
 
 NAME = "score"
 MOST_GROUPS, FIRST_GROUPS = 128, 16

@@ -8,7 +8,7 @@ from tasks.environments.pool import Call
 from tasks.environments.protocol import MultiTurnEnvironment, is_trusted
 from tasks.environments.scorer import environment_pool
 from tasks.environments.template import answer_call
-from tasks.session import say
+from tasks.say import say
 
 Talks = Sequence[tuple[str, tuple[str, ...]]]
 Reply = tuple[bool, str | None, str]

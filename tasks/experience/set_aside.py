@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from tasks.config import CampaignConfig
 from tasks.records import CampaignRun
-from tasks.session import run_buffer, say
+from tasks.say import say
+from tasks.session import run_buffer
 
 if TYPE_CHECKING:
     from tasks.artifacts.manifest import Manifest

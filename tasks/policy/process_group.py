@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from tasks.config import CampaignConfig
 from tasks.policy.libraries import nccl_warnings, record_nccl_log
-from tasks.session import say
+from tasks.say import say
 
 
 def device_of(config: CampaignConfig) -> torch.device:

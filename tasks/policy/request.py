@@ -14,8 +14,9 @@ from tasks.artifacts.errors import ObjectConflict
 from tasks.config import CampaignConfig
 from tasks.policy.pulse import PULSE
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
+from tasks.say import say
 from tasks.section import Section
-from tasks.session import open_store, other_code, run_store, say
+from tasks.session import open_store, other_code, run_store
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore

@@ -26,7 +26,8 @@ from tasks.policy.request import UpdateAnswer, UpdateRequest, await_request, put
 from tasks.policy.resident import Resident
 from tasks.policy.stopping import StopRequest, exit_on_sigterm
 from tasks.policy.update import update_on_ranks
-from tasks.session import open_store, read_config, run_store, say
+from tasks.say import say
+from tasks.session import open_store, read_config, run_store
 
 
 def is_common(token: str) -> bool:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from tasks.session import say
+from tasks.say import say
 
 EXIT_CODE = 128 + signal.SIGTERM
 """What a shell reports of a process that SIGTERM ended."""

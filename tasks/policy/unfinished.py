@@ -24,7 +24,7 @@ from tasks.policy.epoch import Position, train
 from tasks.policy.stopping import EXIT_CODE, StopAgreed, StopRequest
 from tasks.policy.trainee import Trainee
 from tasks.records import CampaignRun, PolicyVersion, TrainBatch
-from tasks.session import say
+from tasks.say import say
 
 if TYPE_CHECKING:
     from tasks.artifacts.manifest import StoredFile

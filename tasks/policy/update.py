@@ -33,8 +33,9 @@ from tasks.policy.unfinished import Attempt, Prepared, identity_of
 from tasks.policy.upload import ShardUpload, StoredShards, reserved_arena
 from tasks.policy.workbench import Workbench
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
+from tasks.say import say
 from tasks.schema import TrainFrame, from_bytes
-from tasks.session import WEIGHTS, run_store, say
+from tasks.session import WEIGHTS, run_store
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
