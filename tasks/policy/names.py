@@ -138,5 +138,6 @@ def _check_splits_by_expert(name: str, shard: ExpertShard | None, converter: Wei
     if not is_known:
         raise ValueError(
             f"{name} must be stored by expert (merge along 0, join along 1), got {converter} with "
-            f"operations {converter.operations}. This family needs its layout added to tasks/policy/names.py."
+            f"operations {converter.operations}. "
+            "This family needs its layout added to tasks/policy/names.py."
         )

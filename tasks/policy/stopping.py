@@ -2,10 +2,9 @@
 for success.
 
 Outside ``StopRequest.deferred`` the signal unwinds at once: nothing is lost there that would be worth the
-wait. Inside, it is only noted: ranks agree on it at
-the next mini-batch (``agree_on_passes`` carries it in the exchange that it makes anyway) and store the
-unfinished update together (``tasks/policy/unfinished.py``). One signalled rank is enough. What does not fit
-into the grace period is given up, with a line that says so.
+wait. Inside, it is only noted: ranks agree on it at the next mini-batch (``agree_on_passes`` carries it in
+the exchange that it makes anyway) and store the unfinished update together (``unfinished.py``). One signalled
+rank is enough. What does not fit into the grace period is given up, with a line that says so.
 """
 
 from __future__ import annotations

@@ -139,7 +139,8 @@ def _checked(name: str, styles: dict[str, str]) -> dict[str, str]:
     if ways.count("rowwise") != 1 or "colwise" not in ways:
         raise ValueError(
             f"tp must find projections in and one projection out of {name}, got {styles}. "
-            "This family needs its attention added to tasks/policy/tensor_parallel.py; set train.tp to 1."
+            "This family needs its attention added to tasks/policy/tensor_parallel.py; "
+            "set train.tp to 1."
         )
     return styles
 
