@@ -19,12 +19,15 @@ def sglang_config(**changes):
         pytest.skip(f"{PYTHON} names no interpreter with sglang")
     import torch
 
-    limits = {"python": python, "max_running_requests": 16, "max_total_tokens": 16384, "context_length": 1024}
+    # a share of what is free at the start: a server must not run out of it because another process started
+    limits = {
+        "python": python, "max_running_requests": 16, "max_total_tokens": 16384, "context_length": 1024,
+        "memory_share": 0.5,
+    }  # fmt: skip
     if torch.cuda.is_available():
-        # a share of what is free at the start: servers that start together must not run out of theirs
-        return SglangConfig(**(limits | {"memory_share": 0.5, "moe_runner": "triton"} | changes))
+        return SglangConfig(**(limits | {"moe_runner": "triton"} | changes))
     cpu = {
-        "device": "cpu", "attention": "torch_native", "cuda_graphs": False, "memory_share": 0.05,
+        "device": "cpu", "attention": "torch_native", "cuda_graphs": False,
         "environment": {"PYTHONPATH": str(CPU_PATH), "OMP_NUM_THREADS": "1"},
     }  # fmt: skip
     return SglangConfig(**(limits | cpu | changes))

@@ -57,7 +57,9 @@ def case(request, tmp_path_factory):
     shape = {"sharpness": 1.0, "head_dim": 16} if dtype == "float32" else {"sharpness": 8.0, "head_dim": 64}
     folders = [save_tiny_policy(root / str(seed), family=family, seed=seed, **shape) for seed in (0, 1)]
     exact = 1e-2 if kind == "sglang" and torch.cuda.is_available() else 1e-4
-    return Case(engine, folders, exact if dtype == "float32" else 0.1)
+    yield Case(engine, folders, exact if dtype == "float32" else 0.1)
+    if kind == "sglang":
+        engine.fleet.launched.stop()  # an idle server takes a core from whoever comes next
 
 
 @pytest.fixture

@@ -292,6 +292,7 @@ def test_newer_versions_are_refused_where_they_make_no_sense(change: dict[str, A
 
 
 @pytest.mark.sglang
+@pytest.mark.usefixtures("leave_servers")
 def test_a_version_lands_in_the_responses_of_a_real_server(
     buffer: ExperienceBuffer, folders: dict[int, Path], tmp_path: Path
 ) -> None:

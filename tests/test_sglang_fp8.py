@@ -146,6 +146,7 @@ def test_a_fleet_serves_each_versions_rounded_folder_from_a_server_that_starts_a
 
 @pytest.mark.gpu
 @pytest.mark.sglang
+@pytest.mark.usefixtures("leave_servers")
 def test_a_server_on_a_gpu_serves_each_version_rounded(tmp_path):
     """Nearer to its own version than rounding may move it, and than the other version is. Both are rounded:
     weights before, activations in the server; 0.16 of the logits' size is what weights alone cost above."""

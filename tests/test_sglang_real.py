@@ -1,6 +1,7 @@
 """What only a real SGLang server shows: launches, deaths, routing records, the router, determinism.
 
-They need an interpreter that has sglang (see ``test_engine.py``) and minutes: each starts servers of its own.
+They need an interpreter that has sglang (see ``test_engine.py``) and minutes: most start a server of their
+own, which ends with the test, for an idle one takes half a core. Those that share a pair come last.
 """
 
 import json
@@ -26,7 +27,7 @@ from tasks.engine.sglang_client import SglangError
 from tasks.engine.sglang_model import served_folder
 from tasks.engine.sglang_server import LaunchedServer
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("leave_servers")]
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=1.0, stop_ids=frozenset({1}))
 REQUESTS = [Request(prompt_ids=(2, 9, 10, 11, 3), seeds=tuple(range(4)))] * 4
 
@@ -99,79 +100,6 @@ def test_routing_records_are_those_of_transformers(folder, tmp_path):
         chosen = torch.stack([layer.topk(2).indices.sort().values for layer in logits], dim=1)
         assert done.routed_experts is not None
         assert (np.sort(done.routed_experts, axis=-1) == chosen.numpy()).all()
-
-
-def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, tmp_path):
-    """One server is killed while both sample; the router still believes in it, the client does not."""
-
-    config = sglang_config()
-    dtype = "float32" if config.device == "cpu" else "bfloat16"
-    servers = [LaunchedServer(config, tmp_path / name, dtype=dtype, routing=False) for name in "ab"]
-    served = served_folder(folder, tmp_path)
-    urls = tuple(server.start(served, 0) for server in servers)
-    port = 29_000 + os.getpid() % 1_000
-    command = [config.python, "-m", "sglang_router.launch_router", "--host", HOST, "--port", str(port)]
-    with (tmp_path / "router.log").open("wb") as log:
-        router = subprocess.Popen(
-            [*command, "--worker-urls", *urls],
-            stdout=log,
-            stderr=log,
-            cwd=tmp_path,
-            env=servers[0].environment(),
-        )
-    try:
-        changes = {"urls": list(urls), "router_url": f"http://{HOST}:{port}", "startup_seconds": 60.0}
-        fleet = Fleet(config.model_copy(update=changes), dtype=dtype, folder=tmp_path)
-        engine = fleet.view()
-        wait_for_router(f"http://{HOST}:{port}", tmp_path / "router.log")
-        engine.load(folder, 1)
-        long = SamplingParams(max_new_tokens=200, temperature=1.0, top_p=1.0, stop_ids=frozenset())
-        timer = threading.Timer(1.0, kill_server, (tmp_path / "a",))
-        timer.start()
-        groups = engine.generate(REQUESTS * 4, long)
-        assert [len(c.response_ids) for group in groups for c in group] == [200] * 64
-        assert not sglang_server.answers(urls[0]), (
-            "one was lost; the router or the client asked the other again"
-        )
-        assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
-        engine.load(folder, 2)
-        assert "1 of 2 attached" in engine.describe()
-        assert len(workers_of(fleet.config.router_url)) == 1, "the router was told"
-        assert servers[0].start(served, 0) == urls[0]
-        engine.load(folder, 3)
-        assert "2 of 2 attached" in engine.describe()
-        wait_for_router(fleet.config.router_url, tmp_path / "router.log")  # it asks the new one first
-        assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
-    finally:
-        router.terminate()
-        router.wait(20)
-
-
-def test_an_attached_server_that_is_lost_is_left_out_until_it_can_adopt_a_version_again(folder, tmp_path):
-    """Before, the next load failed for the whole fleet. Now it fails when nobody is left."""
-    config = sglang_config()
-    dtype = "float32" if config.device == "cpu" else "bfloat16"
-    servers = [LaunchedServer(config, tmp_path / name, dtype=dtype, routing=False) for name in "ab"]
-    served = served_folder(folder, tmp_path)
-    urls = tuple(server.start(served, 0) for server in servers)
-    engine = Fleet(config.model_copy(update={"urls": list(urls)}), dtype=dtype, folder=tmp_path).view()
-    engine.load(folder, 1)
-    assert "2 of 2 attached" in engine.describe()
-    kill_server(tmp_path / "a")
-    engine.load(folder, 2)
-    assert [address.is_out for address in engine.fleet.addresses] == [True, False]
-    assert f"out of service: {urls[0]}" in engine.describe()
-    assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
-    assert servers[0].start(served, 0) == urls[0], "on its port"
-    assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
-    assert engine.fleet.addresses[0].is_out, "it holds another version until the next one is loaded"
-    engine.load(folder, 3)
-    assert "2 of 2 attached" in engine.describe()
-    for name in "ab":
-        kill_server(tmp_path / name)
-    with pytest.raises(SglangError, match="could adopt version 4") as caught:
-        engine.load(folder, 4)
-    assert all(url in str(caught.value) for url in urls)
 
 
 @contextmanager
@@ -300,3 +228,93 @@ def test_in_deterministic_mode_a_sample_depends_on_its_seed_alone(folder, tmp_pa
     assert together == engine.generate(requests, PARAMS)
     alone = [engine.generate([request], PARAMS)[0] for request in requests]
     assert alone == together
+
+
+class Pair:
+    """Two servers for the tests that lose some of them. Each starts those that are not there."""
+
+    def __init__(self, policy, scratch):
+        self.config = sglang_config()
+        self.dtype = "float32" if self.config.device == "cpu" else "bfloat16"
+        self.served = served_folder(policy, scratch)
+        self.servers = [
+            LaunchedServer(self.config, scratch / name, dtype=self.dtype, routing=False) for name in "ab"
+        ]
+
+    def start(self):
+        return [server.start(self.served, 0) for server in self.servers]
+
+
+@pytest.fixture(scope="module")
+def pair(folder, tmp_path_factory):
+    found = Pair(folder, tmp_path_factory.mktemp("pair"))
+    yield found
+    for server in found.servers:
+        server.stop()
+
+
+def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, pair, tmp_path):
+    """One server is killed while both sample; the router still believes in it, the client does not."""
+    config, urls = pair.config, pair.start()
+    port = 29_000 + os.getpid() % 1_000
+    command = [config.python, "-m", "sglang_router.launch_router", "--host", HOST, "--port", str(port)]
+    with (tmp_path / "router.log").open("wb") as log:
+        router = subprocess.Popen(
+            [*command, "--worker-urls", *urls],
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
+            env=pair.servers[0].environment(),
+        )
+    try:
+        changes = {"urls": urls, "router_url": f"http://{HOST}:{port}", "startup_seconds": 60.0}
+        fleet = Fleet(config.model_copy(update=changes), dtype=pair.dtype, folder=tmp_path)
+        engine = fleet.view()
+        wait_for_router(f"http://{HOST}:{port}", tmp_path / "router.log")
+        engine.load(folder, 1)
+        long = SamplingParams(max_new_tokens=200, temperature=1.0, top_p=1.0, stop_ids=frozenset())
+        timer = threading.Timer(1.0, kill_server, (pair.servers[0].folder,))
+        timer.start()
+        groups = engine.generate(REQUESTS * 4, long)
+        assert [len(c.response_ids) for group in groups for c in group] == [200] * 64
+        assert not sglang_server.answers(urls[0]), (
+            "one was lost; the router or the client asked the other again"
+        )
+        assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
+        engine.load(folder, 2)
+        assert "1 of 2 attached" in engine.describe()
+        assert len(workers_of(fleet.config.router_url)) == 1, "the router was told"
+        assert pair.start() == urls
+        engine.load(folder, 3)
+        assert "2 of 2 attached" in engine.describe()
+        wait_for_router(fleet.config.router_url, tmp_path / "router.log")  # it asks the new one first
+        assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
+    finally:
+        router.terminate()
+        router.wait(20)
+
+
+def test_an_attached_server_that_is_lost_is_left_out_until_it_can_adopt_a_version_again(
+    folder, pair, tmp_path
+):
+    """Before, the next load failed for the whole fleet. Now it fails when nobody is left."""
+    urls = pair.start()
+    config = pair.config.model_copy(update={"urls": urls})
+    engine = Fleet(config, dtype=pair.dtype, folder=tmp_path).view()
+    engine.load(folder, 1)
+    assert "2 of 2 attached" in engine.describe()
+    kill_server(pair.servers[0].folder)
+    engine.load(folder, 2)
+    assert [address.is_out for address in engine.fleet.addresses] == [True, False]
+    assert f"out of service: {urls[0]}" in engine.describe()
+    assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
+    assert pair.start() == urls, "on its port"
+    assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
+    assert engine.fleet.addresses[0].is_out, "it holds another version until the next one is loaded"
+    engine.load(folder, 3)
+    assert "2 of 2 attached" in engine.describe()
+    for server in pair.servers:
+        kill_server(server.folder)
+    with pytest.raises(SglangError, match="could adopt version 4") as caught:
+        engine.load(folder, 4)
+    assert all(url in str(caught.value) for url in urls)
