@@ -9,7 +9,6 @@ What surprises: a load that fails leaves the engine without a version, in the mi
 hands the portion back, and the error of the load is what is raised.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +16,7 @@ from tasks.artifacts.errors import NotFound
 from tasks.artifacts.store import PolicyStore
 from tasks.artifacts.version import PolicyVersion
 from tasks.engine.notices import Departure
+from tasks.experience.meanwhile import meanwhile
 
 LOOK_SECONDS = 0.5
 """Between two looks; each is one request to the store."""
@@ -40,22 +40,18 @@ def taking_newer(look: Callable[[], None], *, departure: Departure) -> Iterator[
     At the end a load is waited for, for as long as the departure leaves time. What it raised is raised here,
     whatever the block made of an engine without a version.
     """
-    is_over, failed = threading.Event(), []
+    failed: list[BaseException] = []
 
     def watch() -> None:
         try:
-            while not is_over.wait(LOOK_SECONDS) and not departure.is_due:
+            if not failed and not departure.is_due:
                 look()
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=watch, name="newer versions", daemon=True)
-    thread.start()
     try:
-        yield
+        with meanwhile(watch, every=LOOK_SECONDS, name="newer versions", patience=departure.seconds_left):
+            yield
     finally:
-        is_over.set()
-        while thread.is_alive() and departure.seconds_left() > 0:
-            thread.join(LOOK_SECONDS)
         if failed:
             raise failed[0]

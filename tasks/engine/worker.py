@@ -26,6 +26,7 @@ from tasks.engine.turns import Dialogue
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.errors import LeaseLost
 from tasks.experience.ledger import seed_of
+from tasks.experience.meanwhile import meanwhile
 from tasks.experience.records import Group, Lease
 from tasks.schema import PromptFrame, RolloutFrame, from_bytes, make_frame, to_bytes
 
@@ -232,28 +233,22 @@ class RolloutWorker:
     def _attended(self, lease: Lease) -> Iterator[threading.Event]:
         """While the block runs, renew the lease three times per period, and stop the engine once the lease or
         the worker's time is over. The event says that the lease is lost."""
-        is_over, is_lost = threading.Event(), threading.Event()
+        is_lost, renewed = threading.Event(), time.monotonic()
         period = self.buffer.lease_seconds / 3
         if self.quota_groups:  # a closed iteration voids its leases, and stragglers should learn that soon
             period = min(period, STRAGGLER_SECONDS)
 
         def attend() -> None:
-            renewed = time.monotonic()
-            while not is_over.wait(min(ATTEND_SECONDS, period)):
-                if time.monotonic() - renewed > period and not is_lost.is_set():
-                    renewed = time.monotonic()
-                    if not self.buffer.renew(lease):
-                        is_lost.set()
-                if is_lost.is_set() or self.departure.seconds_left() <= 0:
-                    self.engine.abort()
+            nonlocal renewed
+            if time.monotonic() - renewed > period and not is_lost.is_set():
+                renewed = time.monotonic()
+                if not self.buffer.renew(lease):
+                    is_lost.set()
+            if is_lost.is_set() or self.departure.seconds_left() <= 0:
+                self.engine.abort()
 
-        thread = threading.Thread(target=attend, name=f"attend {lease.item.item_id}", daemon=True)
-        thread.start()
-        try:
+        with meanwhile(attend, every=min(ATTEND_SECONDS, period), name=f"attend {lease.item.item_id}"):
             yield is_lost
-        finally:
-            is_over.set()
-            thread.join()
 
 
 def _packed(groups: Sequence[Sequence[Row]]) -> list[Group]:

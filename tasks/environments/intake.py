@@ -4,14 +4,15 @@ A take is as large as what is scored in ``TAKE_SECONDS`` at the measured rate, s
 without holding groups that another scorer could have. While they are scored, their leases are renewed.
 """
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from tasks.environments.scorer import Scorer
 from tasks.environments.scoring import readable, score_groups
 from tasks.experience.buffer import ExperienceBuffer
+from tasks.experience.meanwhile import meanwhile
 from tasks.say import say
 
 NAME = "score"
@@ -87,21 +88,9 @@ class Intake:
                     "the campaign again."
                 )
 
-    @contextmanager
-    def _held(self, handles: Sequence[str]) -> Iterator[None]:
+    def _held(self, handles: Sequence[str]) -> AbstractContextManager[None]:
+        """Renews leases while the block runs."""
         if self.scorer.is_cheap:  # over long before the lease
-            yield
-            return
-        is_over = threading.Event()
-
-        def renew() -> None:
-            while not is_over.wait(self.buffer.lease_seconds / 3):
-                self.buffer.renew_rollouts(NAME, iteration=self.iteration, handles=handles)
-
-        thread = threading.Thread(target=renew, name="renew scoring leases", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
+            return nullcontext()
+        renew = partial(self.buffer.renew_rollouts, NAME, iteration=self.iteration, handles=handles)
+        return meanwhile(renew, every=self.buffer.lease_seconds / 3, name="renew scoring leases")

@@ -1,0 +1,32 @@
+"""Something done again and again beside the work that needs it: renewing a lease, looking for a version."""
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def meanwhile(
+    act: Callable[[], object],
+    *,
+    every: float,
+    name: str,
+    patience: Callable[[], float] = lambda: math.inf,
+) -> Iterator[None]:
+    """While the block runs, ``act`` in another thread, for the first time after ``every`` seconds. At the end
+    one that has begun is waited for, as long as there is ``patience``: the seconds that are left for it."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(every):
+            act()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        while thread.is_alive() and patience() > 0:
+            thread.join(every)
