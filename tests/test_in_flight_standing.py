@@ -1,5 +1,6 @@
 """The standing worker takes versions as they are published: while it samples, joining late, torn ones."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from test_worker import put
 from tasks.artifacts.manifest import Blob
 from tasks.engine import in_flight
 from tasks.engine.embedded import EmbeddedEngine
-from tasks.engine.in_flight import newest_after
+from tasks.engine.in_flight import newest_after, taking_newer
 from tasks.engine.notices import Departure
+from tasks.engine.standing import StandingWorker
 from tasks.records import CampaignRun
 from tasks.schema import RolloutFrame, from_bytes
 from tasks.session import run_buffer, run_store
@@ -64,10 +66,21 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Publishes:
     return made
 
 
-def follow_newest(store_folder: Path, campaign: str, folder: Path) -> CampaignRun:
-    """Versions 0 and 1 are there."""
+@pytest.fixture
+def run(store_folder: Path, campaign: str, folders: dict[int, Path]) -> CampaignRun:
+    """Its versions 0 and 1 are there."""
     sections = {"schedule": {"max_staleness": 1}, "train": {"deterministic": False}}
-    return start_run(store_folder, campaign, folder, sections=sections, follow="newest", max_new_tokens=12)
+    return start_run(
+        store_folder, campaign, folders[5], sections=sections, follow="newest", max_new_tokens=12
+    )
+
+
+@pytest.fixture
+def worker(run: CampaignRun, store_folder: Path, campaign: str, engine: Publishes) -> StandingWorker:
+    """It has found the run."""
+    found = standing(store_folder, campaign)
+    found.look()
+    return found
 
 
 def publish(run: CampaignRun, version: int, folder: Path, **files: Blob) -> None:
@@ -82,12 +95,9 @@ def samples(run: CampaignRun, iteration: int = 2) -> pl.DataFrame:
 
 
 def test_a_standing_worker_takes_a_version_that_is_published_while_it_samples(
-    store_folder: Path, campaign: str, folders: dict[int, Path], engine: Publishes,
-    capsys: pytest.CaptureFixture[str],
+    run: CampaignRun, worker: StandingWorker, engine: Publishes, folders: dict[int, Path],
+    store_folder: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    run = follow_newest(store_folder, campaign, folders[5])
-    worker = standing(store_folder, campaign)
-    worker.look()
     put(run_buffer(run), 2, version=1)
 
     def two_at_once() -> None:
@@ -107,12 +117,8 @@ def test_a_standing_worker_takes_a_version_that_is_published_while_it_samples(
 
 
 def test_a_worker_that_joins_late_begins_with_the_newest_version_and_stays_with_it(
-    store_folder: Path, campaign: str, folders: dict[int, Path], engine: Publishes,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    run = follow_newest(store_folder, campaign, folders[5])
-    worker = standing(store_folder, campaign)
-    worker.look()
+    run: CampaignRun, worker: StandingWorker, engine: Publishes, capsys: pytest.CaptureFixture[str]
+) -> None:
     put(run_buffer(run), 1, version=0)
     assert worker.work() == 1 and engine.version == 1
     frame = samples(run)
@@ -124,9 +130,9 @@ def test_a_worker_that_joins_late_begins_with_the_newest_version_and_stays_with_
 
 
 def test_a_worker_that_has_to_leave_finishes_what_it_holds_with_the_version_it_has(
-    store_folder: Path, campaign: str, folders: dict[int, Path], engine: Publishes
+    run: CampaignRun, engine: Publishes, folders: dict[int, Path], store_folder: Path, campaign: str
 ) -> None:
-    run, departure = follow_newest(store_folder, campaign, folders[5]), Departure(grace_seconds=60)
+    departure = Departure(grace_seconds=60)
     worker = standing(store_folder, campaign, departure)
     worker.look()
     put(run_buffer(run), 2, version=1)
@@ -142,11 +148,8 @@ def test_a_worker_that_has_to_leave_finishes_what_it_holds_with_the_version_it_h
 
 
 def test_a_version_that_cannot_be_loaded_ends_the_worker_with_its_error_and_the_next_one_mends_it(
-    store_folder: Path, campaign: str, folders: dict[int, Path], engine: Publishes
+    run: CampaignRun, worker: StandingWorker, engine: Publishes, folders: dict[int, Path]
 ) -> None:
-    run = follow_newest(store_folder, campaign, folders[5])
-    worker = standing(store_folder, campaign)
-    worker.look()
     put(run_buffer(run), 1, version=1)
     torn = run_store(run).put_bytes(b"{ torn")
     engine.events = {3: lambda: publish(run, 2, folders[6], **{"config.json": torn})}
@@ -157,10 +160,28 @@ def test_a_version_that_cannot_be_loaded_ends_the_worker_with_its_error_and_the_
     assert worker.work() == 1 and set(samples(run)["policy_version"]) == {3}
 
 
-def test_the_newest_version_is_found_from_any_before(
-    store_folder: Path, campaign: str, folders: dict[int, Path]
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_load_under_way_is_waited_for_unless_the_worker_has_no_time_left(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = follow_newest(store_folder, campaign, folders[5])
+    monkeypatch.setattr(in_flight, "LOOK_SECONDS", 0.02)
+    departure, begun, ends = Departure(grace_seconds=0.1), threading.Event(), threading.Event()
+    timer = threading.Timer(1.0, ends.set)
+
+    def load() -> None:
+        begun.set()
+        ends.wait()
+
+    with taking_newer(load, departure=departure):
+        assert begun.wait(20)
+        timer.start()
+        if leaves:
+            departure.begin("SIGTERM")
+    assert ends.is_set() != leaves
+    timer.join()
+
+
+def test_the_newest_version_is_found_from_any_before(run: CampaignRun, folders: dict[int, Path]) -> None:
     store = run_store(run)
     for version in (2, 3):
         publish(run, version, folders[6])

@@ -56,6 +56,31 @@ def resumed(run):
     return [v.version for v in state.versions], state.iterations_done
 
 
+def changed(run):
+    """The same lineage under another configuration, whose run has begun."""
+    other = run.model_copy(update={"config": with_overrides(run.config, train__learning_rate=0.5)})
+    run_store(other).put_object(
+        f"config/{other.config.digest()}.json", other.config.model_dump_json().encode()
+    )
+    return other
+
+
+def ledger(run):
+    store = run_store(run)
+    return campaign_ledger(store, run, store.history()).require_balanced()
+
+
+@pytest.fixture
+def other(run):
+    """The learning rate changed in the middle of an iteration, of which each configuration made samples."""
+    publish(run, 2)
+    put_and_publish(run, iteration=0, samples=6)
+    found = changed(run)
+    resumed(found)
+    put_and_publish(found, iteration=0, samples=4)
+    return found
+
+
 @pytest.mark.parametrize(("skipped", "is_stale"), [(0, True), (1, True), (2, False)])
 def test_a_version_whose_optimizer_stepped_and_whose_weights_did_not_move_is_refused(run, skipped, is_stale):
     """Row 1: weights of another step were saved, and the save succeeded. Skipped steps move nothing."""
@@ -94,38 +119,16 @@ def test_a_resumed_campaign_samples_with_the_versions_an_undisturbed_one_would(r
 def test_pending_samples_of_an_earlier_configuration_are_rejected_by_name(run):
     publish(run, 3)
     put_and_publish(run, iteration=1, samples=6)
-    changed = run.model_copy(update={"config": with_overrides(run.config, train__learning_rate=0.5)})
-    run_store(run).put_object(
-        f"config/{changed.config.digest()}.json", changed.config.model_dump_json().encode()
-    )
-    resumed(changed)
-    ledger = campaign_ledger(run_store(changed), changed, []).require_balanced()
-    assert ledger.totals().rejected == {"configuration_changed": 6} and ledger.totals().pending == 0
+    later = changed(run)
+    resumed(later)
+    totals = campaign_ledger(run_store(later), later, []).require_balanced().totals()
+    assert totals.rejected == {"configuration_changed": 6} and totals.pending == 0
     assert run_buffer(run).progress(1).groups_published == 1
     assert run_buffer(run).take_rollouts("anyone", iteration=1, max_groups=9) == []  # freed
 
 
-def changed(run, rate=0.5):
-    """The same lineage under another configuration, whose run has begun."""
-    other = run.model_copy(update={"config": with_overrides(run.config, train__learning_rate=rate)})
-    run_store(other).put_object(
-        f"config/{other.config.digest()}.json", other.config.model_dump_json().encode()
-    )
-    return other
-
-
-def ledger(run):
-    store = run_store(run)
-    return campaign_ledger(store, run, store.history()).require_balanced()
-
-
-def test_a_run_comes_back_to_a_configuration_that_another_one_set_aside(run):
-    """Learning rate changed in the middle of an iteration, and changed back in the middle of the next try."""
-    publish(run, 2)
-    put_and_publish(run, iteration=0, samples=6)
-    other = changed(run)
-    resumed(other)
-    put_and_publish(other, iteration=0, samples=4)
+def test_a_run_comes_back_to_a_configuration_that_another_one_set_aside(run, other):
+    """Changed back in the middle of the next try."""
     resumed(run)
     put_and_publish(run, iteration=0, samples=5)
     (entry,) = ledger(run).iterations
@@ -134,13 +137,8 @@ def test_a_run_comes_back_to_a_configuration_that_another_one_set_aside(run):
     assert run_buffer(run).produced(0).is_dropped and not run_buffer(other).produced(0).is_dropped
 
 
-def test_samples_are_not_rejected_for_a_run_that_set_them_aside_but_lost_the_race_to_publish(run):
+def test_samples_are_not_rejected_for_a_run_that_set_them_aside_but_lost_the_race_to_publish(run, other):
     """Two runs at once: the second sets aside what the first trains, which then publishes all the same."""
-    publish(run, 2)
-    put_and_publish(run, iteration=0, samples=6)
-    other = changed(run)
-    resumed(other)
-    put_and_publish(other, iteration=0, samples=4)
     seal_and_publish(run, samples=6)
     for _ in range(2):
         (entry,) = ledger(run).iterations
