@@ -53,7 +53,8 @@ class PromptFrame(pa.DataFrameModel):
 
 
 class Recorded(pa.DataFrameModel):
-    """What is recorded of a response beside its tokens, where asked.
+    """A response: its tokens with the log-probabilities of the distribution that was sampled, one value each,
+    and what is recorded beside them, where asked.
 
     ``version_spans``: which policy version sampled which tokens, in order, where a response was interrupted
     and continued; null = all of them by ``policy_version``, which is the oldest of the spans otherwise.
@@ -63,6 +64,20 @@ class Recorded(pa.DataFrameModel):
     version_spans: VERSION_SPANS = pa.Field(nullable=True)  # pyright: ignore[reportInvalidTypeForm]
     routed_experts: pl.Binary = pa.Field(nullable=True)
     routed_weights: pl.Binary = pa.Field(nullable=True)
+    iteration: int = pa.Field(ge=-1)
+    prompt_id: str
+    sample_index: int = pa.Field(ge=0)
+    policy_version: int = pa.Field(ge=-1)
+    prompt_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
+    response_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
+    behavior_logprob: pl.List(pl.Float32)  # pyright: ignore[reportInvalidTypeForm]
+
+    class Config(pa.DataFrameModel.Config):
+        strict = True
+
+    @pa.dataframe_check
+    def sample_ids_are_unique(cls, data: PolarsData) -> pl.LazyFrame:
+        return data.lazyframe.select(pl.struct("iteration", "prompt_id", "sample_index").is_unique())
 
     @pa.dataframe_check
     def spans_cover_the_response_in_order_from_the_oldest_version(cls, data: PolarsData) -> pl.LazyFrame:
@@ -79,26 +94,13 @@ class Recorded(pa.DataFrameModel):
 
 
 class RolloutFrame(Recorded):
-    """Sampled tokens. ``behavior_logprob`` is that of the distribution that was sampled, one value a response
-    token."""
+    """Sampled by a published version."""
 
     iteration: int = pa.Field(ge=0)
-    prompt_id: str
-    sample_index: int = pa.Field(ge=0)
     policy_version: int = pa.Field(ge=0)
-    prompt_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
-    response_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
-    behavior_logprob: pl.List(pl.Float32)  # pyright: ignore[reportInvalidTypeForm]
     finish_reason: str = pa.Field(isin=["stop", "length", "abort", "tool_failure"])
     chosen: pl.List(pl.Boolean) = pa.Field(nullable=True)  # pyright: ignore[reportInvalidTypeForm]
     """False where the environment wrote the token; null = the policy chose all."""
-
-    class Config(pa.DataFrameModel.Config):
-        strict = True
-
-    @pa.dataframe_check
-    def sample_ids_are_unique(cls, data: PolarsData) -> pl.LazyFrame:
-        return data.lazyframe.select(pl.struct("iteration", "prompt_id", "sample_index").is_unique())
 
     @pa.dataframe_check
     def response_and_logprobs_have_equal_length(cls, data: PolarsData) -> pl.LazyFrame:
@@ -149,24 +151,10 @@ class TrainFrame(Recorded):
     """Rows of one policy update. ``loss_mask`` is True where the policy chose the token; others are never
     trained."""
 
-    iteration: int = pa.Field(ge=-1)
-    prompt_id: str
-    sample_index: int = pa.Field(ge=0)
-    policy_version: int = pa.Field(ge=-1)
-    prompt_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
-    response_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
-    behavior_logprob: pl.List(pl.Float32)  # pyright: ignore[reportInvalidTypeForm]
     loss_mask: pl.List(pl.Boolean)  # pyright: ignore[reportInvalidTypeForm]
     reward: float = pa.Field(nullable=True)
     advantage: float
     minibatch: int = pa.Field(ge=0)
-
-    class Config(pa.DataFrameModel.Config):
-        strict = True
-
-    @pa.dataframe_check
-    def sample_ids_are_unique(cls, data: PolarsData) -> pl.LazyFrame:
-        return data.lazyframe.select(pl.struct("iteration", "prompt_id", "sample_index").is_unique())
 
     @pa.dataframe_check
     def lists_have_equal_length(cls, data: PolarsData) -> pl.LazyFrame:
