@@ -55,50 +55,33 @@ def make_workers(
     departure: Departure,
     required_version: int | None = None,
 ) -> list[RolloutWorker]:
-    """As many workers around one engine as portions are to be sampled at once."""
+    """As many configured workers as portions are to be sampled at once, around one engine that holds the
+    policy in ``folder``."""
     engines = [engine]
     if config.rollout.portions_at_once > 1:
         from tasks.engine.sglang import SglangEngine
 
         assert isinstance(engine, SglangEngine), "the configuration allows it for no other"
         engines += [engine.fleet.view() for _ in range(config.rollout.portions_at_once - 1)]
-    names = [name if number == 0 else f"{name}+{number}" for number in range(len(engines))]
+    rollout = config.rollout
     return [
-        make_worker(
-            config, one, buffer, folder=folder, name=label, departure=departure,
+        RolloutWorker(
+            engine=one,
+            buffer=buffer,
+            name=f"{name}+{number}" if number else name,
+            params=replace(sampling_params(rollout, folder), record_routing=rollout.record_routing),
+            base_seed=config.seed,
+            group_size=rollout.group_size,
+            chunk_samples=rollout.batch_size,
+            is_deterministic=config.train.deterministic and rollout.is_repeatable,
+            keeps_partial=rollout.partial == "keep",
+            quota_groups=rollout.quota_groups,
+            dialogue=make_dialogue(config, folder),
+            departure=departure,
             required_version=required_version,
         )
-        for one, label in zip(engines, names, strict=True)
-    ]  # fmt: skip
-
-
-def make_worker(
-    config: CampaignConfig,
-    engine: Engine,
-    buffer: ExperienceBuffer,
-    *,
-    folder: Path,
-    name: str,
-    departure: Departure,
-    required_version: int | None = None,
-) -> RolloutWorker:
-    """The configured worker around an engine that holds the policy in ``folder``."""
-    rollout = config.rollout
-    return RolloutWorker(
-        engine=engine,
-        buffer=buffer,
-        name=name,
-        params=replace(sampling_params(rollout, folder), record_routing=rollout.record_routing),
-        base_seed=config.seed,
-        group_size=rollout.group_size,
-        chunk_samples=rollout.batch_size,
-        is_deterministic=config.train.deterministic and rollout.is_repeatable,
-        keeps_partial=rollout.partial == "keep",
-        quota_groups=rollout.quota_groups,
-        dialogue=make_dialogue(config, folder),
-        departure=departure,
-        required_version=required_version,
-    )
+        for number, one in enumerate(engines)
+    ]
 
 
 def make_dialogue(config: CampaignConfig, folder: Path) -> Dialogue | None:
