@@ -30,6 +30,7 @@ from tasks.policy.dispatch import (
     check_inputs,
     experts_per_rank,
     refuse_replay,
+    require_room,
 )
 from tasks.policy.progress import BLOCKED
 
@@ -216,11 +217,7 @@ class DeepEPDispatcher:
                 f"tokens of a DeepEP dispatch must be bfloat16, got {x_TD.dtype}. "
                 "Set train.compute_dtype to 'bfloat16', or the dispatcher to 'all_to_all'."
             )
-        if x_TD.shape[0] > self.settings.max_tokens:
-            raise ValueError(
-                f"a dispatch must have at most deepep.max_tokens ({self.settings.max_tokens}) tokens, got "
-                f"{x_TD.shape[0]}. Raise it to the longest micro-batch, or lower train.micro_batch_tokens."
-            )
+        require_room(x_TD, self.settings.max_tokens, section="deepep")
         multiple = FP8_GROUP if self.settings.fp8 else 8
         if x_TD.shape[1] % multiple:
             raise ValueError(

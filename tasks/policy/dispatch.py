@@ -248,6 +248,15 @@ def check_inputs(x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
         raise ValueError(f"expert_TK must be int64, got {expert_TK.dtype}. Convert the router's indices.")
 
 
+def require_room(x_TD: Tensor, max_tokens: int, *, section: str) -> None:
+    """For dispatchers whose buffers are as large as their section of the configuration says."""
+    if x_TD.shape[0] > max_tokens:
+        raise ValueError(
+            f"a dispatch must have at most {section}.max_tokens ({max_tokens}) tokens, got {x_TD.shape[0]}. "
+            "Raise it to the longest micro-batch, or lower train.micro_batch_tokens."
+        )
+
+
 def refuse_replay() -> None:
     """For dispatchers whose order or buffers another pass would disturb."""
     # inside a backward pass only activation checkpointing calls a forward

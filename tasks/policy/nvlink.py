@@ -32,6 +32,7 @@ from tasks.policy.dispatch import (
     check_inputs,
     experts_per_rank,
     refuse_replay,
+    require_room,
 )
 from tasks.policy.progress import BLOCKED
 
@@ -209,11 +210,7 @@ class NVLinkDispatcher:
                 f"{self.shape.num_topk} selections, got {got[0]}, {got[1]} and {expert_TK.shape[1]}. "
                 "The memory is taken for the model's: build the dispatcher for this one."
             )
-        if x_TD.shape[0] > self.settings.max_tokens:
-            raise ValueError(
-                f"a dispatch must have at most nvlink.max_tokens ({self.settings.max_tokens}) tokens, got "
-                f"{x_TD.shape[0]}. Raise it to the longest micro-batch, or lower train.micro_batch_tokens."
-            )
+        require_room(x_TD, self.settings.max_tokens, section="nvlink")
 
 
 class _Dispatch(torch.autograd.Function):
