@@ -19,8 +19,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,39 +34,21 @@ from served import (
     open_buffer,
     put_prompts,
     random_prompts,
+    routed,
     save_policy,
     start_server,
     worker_loop,
 )
 
-from tasks.embedded.ports import HOST
 from tasks.embedded.valkey import ensure_valkey
 from tasks.engine.protocol import SamplingParams
 from tasks.engine.sglang import Fleet
-from tasks.engine.sglang_server import LaunchedServer
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.schema import RolloutFrame, from_bytes
 from tasks.sglang_config import SglangConfig
 
 GROUP_SIZE, PROMPT = 8, 128
 LOSE_AT = 0.4
-
-
-@contextmanager
-def routed(config: SglangConfig, urls: tuple[str, ...], scratch: Path) -> Iterator[str]:
-    """SGLang's router in front of the servers."""
-    port = 29_000 + os.getpid() % 1_000
-    command = [config.python, "-m", "sglang_router.launch_router", "--host", HOST, "--port", str(port)]
-    environment = LaunchedServer(config, scratch, dtype=dtype_of(config), routing=False).environment()
-    with (scratch / "router.log").open("wb") as log:
-        router = subprocess.Popen(
-            [*command, "--worker-urls", *urls], stdout=log, stderr=log, cwd=scratch, env=environment
-        )
-    try:
-        yield f"http://{HOST}:{port}"
-    finally:
-        router.terminate()
-        router.wait(20)
 
 
 def watch(buffer: ExperienceBuffer, total: int, lose: Callable[[], None] | None) -> list[tuple[float, int]]:

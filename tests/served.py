@@ -1,11 +1,12 @@
-"""Policies, SGLang servers and worker loops of the benchmarks on SGLang."""
+"""Policies, SGLang servers, their router and worker loops of the benchmarks on SGLang."""
 
 import os
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -107,6 +108,23 @@ def await_server(server: subprocess.Popen, url: str, scratch: Path) -> None:
         if server.poll() is not None:
             sys.exit((scratch / "server.log").read_text()[-3000:])
         time.sleep(0.5)
+
+
+@contextmanager
+def routed(config: SglangConfig, urls: Sequence[str], scratch: Path) -> Iterator[str]:
+    """SGLang's router in front of the servers."""
+    port = 29_000 + os.getpid() % 1_000
+    command = [config.python, "-m", "sglang_router.launch_router", "--host", HOST, "--port", str(port)]
+    environment = LaunchedServer(config, scratch, dtype=dtype_of(config), routing=False).environment()
+    with (scratch / "router.log").open("wb") as log:
+        router = subprocess.Popen(
+            [*command, "--worker-urls", *urls], stdout=log, stderr=log, cwd=scratch, env=environment
+        )
+    try:
+        yield f"http://{HOST}:{port}"
+    finally:
+        router.terminate()
+        router.wait(20)
 
 
 def await_gate(gate: Path | None) -> None:

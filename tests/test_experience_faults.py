@@ -31,7 +31,7 @@ from tasks.experience.errors import (
 from tasks.experience.group_scripts import COMMAND_BYTES
 from tasks.experience.ledger import IterationLedger
 from tasks.experience.packing import Packer
-from tasks.experience.records import Group, WorkItem
+from tasks.experience.records import Group, Lease, WorkItem
 
 NUM_ITEMS = 160
 
@@ -92,10 +92,16 @@ def group(name: str, payload: bytes = b"tokens") -> Group:
     return Group(group_id=name, num_samples=4, payload=payload)
 
 
-def test_publish_blocks_while_full_and_resumes_when_scored(start_server: Callable[..., OwnServer]) -> None:
-    buffer = make(start_server().url, capacity_bytes=100, lease_seconds=0.4)
+def leased(buffer: ExperienceBuffer) -> Lease:
+    """The first portion."""
     buffer.put_work([item(0)])
     (lease,) = buffer.lease("w", iteration=1)
+    return lease
+
+
+def test_publish_blocks_while_full_and_resumes_when_scored(start_server: Callable[..., OwnServer]) -> None:
+    buffer = make(start_server().url, capacity_bytes=100, lease_seconds=0.4)
+    lease = leased(buffer)
     assert buffer.publish(lease, [group("a", b"x" * 150)]) == 1, "into an empty buffer anything fits"
     with pytest.raises(BufferFull, match="scorers run beside"):
         buffer.publish(lease, [group("b")], timeout_seconds=0.05)
@@ -126,8 +132,7 @@ def test_a_server_without_memory_is_backpressure_and_scoring_relieves_it(
 ) -> None:
     server = start_server()
     buffer = make(server.url, capacity_bytes=1 << 30)
-    buffer.put_work([item(0)])
-    (lease,) = buffer.lease("w", iteration=1)
+    lease = leased(buffer)
     assert buffer.publish(lease, [group("a", b"x" * 50_000)]) == 1
     admin = valkey.Valkey.from_url(server.url)
     admin.config_set("maxmemory", 1)
@@ -147,8 +152,7 @@ def test_payloads_of_a_dead_publisher_are_in_nobodys_way_and_swept(
 ) -> None:
     server = start_server()
     buffer, admin = make(server.url), valkey.Valkey.from_url(server.url)
-    buffer.put_work([item(0)])
-    (lease,) = buffer.lease("w", iteration=1)
+    lease = leased(buffer)
     admin.hset("{campaign}:1:payloads", "dead/1", b"never adopted")
     assert buffer.publish(lease, [group("a"), group("b"), group("b", b"twin")]) == 2
     assert buffer.publish(lease, [group("a", b"again")]) == 0
@@ -167,8 +171,7 @@ def test_a_group_without_its_whole_payload_is_neither_adopted_nor_handed_out(
 ) -> None:
     server = start_server()
     buffer, admin = make(server.url), valkey.Valkey.from_url(server.url)
-    buffer.put_work([item(0)])
-    (lease,) = buffer.lease("w", iteration=1)
+    lease = leased(buffer)
     admin.hset("{campaign}:1:payloads", "token/1", b"short")
     argv = ["token", lease.entry_id, "w", 1, 1 << 20, "1/0", 0, 0, "a", 4, len(b"shorter")]
     assert buffer._shards.run_for(lease.item, "publish", argv) == [-3, 0]
@@ -187,8 +190,7 @@ def test_a_group_without_its_whole_payload_is_neither_adopted_nor_handed_out(
 
 def test_payloads_of_any_size_come_back_as_they_were(start_server: Callable[..., OwnServer]) -> None:
     buffer, rng = make(start_server().url, capacity_bytes=1 << 30), random.Random(0)
-    buffer.put_work([item(0)])
-    (lease,) = buffer.lease("w", iteration=1)
+    lease = leased(buffer)
     sizes = [0, 1, 16_384, 100_000, 7, 300_000]
     groups = [group(f"a group {n}", rng.randbytes(size)) for n, size in enumerate(sizes)]
     assert buffer.publish(lease, groups) == len(groups)
@@ -202,8 +204,7 @@ def test_a_batch_larger_than_a_scripts_stack_is_stored_and_scored_whole(
     start_server: Callable[..., OwnServer],
 ) -> None:
     buffer = make(start_server().url)
-    buffer.put_work([item(0)])
-    (lease,) = buffer.lease("w", iteration=1)
+    lease = leased(buffer)
     groups = [group(f"{n:05}", b"%d" % n) for n in range(9000)]
     assert buffer.publish(lease, groups) == 9000
     taken = buffer.take_rollouts("s", iteration=1, max_groups=9000)

@@ -39,10 +39,10 @@ def keeper(buffer: Any, name: str, engine: EmbeddedEngine, **changes: Any) -> Ro
     return worker
 
 
-def interrupted(buffer: Any, folder: Any, name: str, steps: int) -> WorkDone:
+def interrupted(buffer: Any, folder: Any, name: str, steps: int, *, make: Any = keeper) -> WorkDone:
     """A worker that has to leave after so many decoding steps, without any grace."""
     engine, departure = loaded(folder), Departure(grace_seconds=0)
-    worker = keeper(buffer, name, engine, departure=departure, chunk_samples=99)
+    worker = make(buffer, name, engine=engine, departure=departure, chunk_samples=99)
 
     class Leaves(AbortsAfter):
         @property
@@ -196,18 +196,7 @@ def test_of_a_closed_iteration_the_first_parked_stays_until_it_is_dropped(
 
 def test_a_worker_without_partial_responses_parks_nothing(buffer: Any, folder: Any) -> None:
     put(buffer, 1)
-    engine, departure = loaded(folder), Departure(grace_seconds=0)
-    worker = member(buffer, "a", engine=engine, departure=departure, chunk_samples=99)
-
-    class Leaves(AbortsAfter):
-        @property
-        def temperature(self) -> float:
-            if self.steps_left == 1:
-                departure.begin("SIGTERM")
-            return super().temperature
-
-    worker.params = Leaves(engine, 3)  # type: ignore[assignment]
-    done = worker.drain(2)
+    done = interrupted(buffer, folder, "a", 3, make=member)
     assert done.num_returned == 1 and done.num_parked == 0 and done.num_tokens > 0
     assert buffer.parked(work_item(buffer), ["0-0", "0-1"]) == {}
 

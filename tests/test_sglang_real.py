@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from engines import sglang_config, start_sglang
 from policies import save_tiny_policy
+from served import dtype_of, routed
 
 from tasks.embedded.ports import HOST
 from tasks.engine import sglang_server
@@ -106,7 +107,7 @@ def test_routing_records_are_those_of_transformers(folder, tmp_path):
 def reward_server(folder, scratch):
     """SGLang with a reward model, as one would start it by hand."""
     config = sglang_config()
-    dtype = "float32" if config.device == "cpu" else "bfloat16"
+    dtype = dtype_of(config)
     port = 28_000 + os.getpid() % 1_000
     arguments = sglang_server.server_arguments(
         config, model=folder, version=0, dtype=dtype, port=port, routing=False
@@ -235,7 +236,7 @@ class Pair:
 
     def __init__(self, policy, scratch):
         self.config = sglang_config()
-        self.dtype = "float32" if self.config.device == "cpu" else "bfloat16"
+        self.dtype = dtype_of(self.config)
         self.served = served_folder(policy, scratch)
         self.servers = [
             LaunchedServer(self.config, scratch / name, dtype=self.dtype, routing=False) for name in "ab"
@@ -255,22 +256,11 @@ def pair(folder, tmp_path_factory):
 
 def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, pair, tmp_path):
     """One server is killed while both sample; the router still believes in it, the client does not."""
-    config, urls = pair.config, pair.start()
-    port = 29_000 + os.getpid() % 1_000
-    command = [config.python, "-m", "sglang_router.launch_router", "--host", HOST, "--port", str(port)]
-    with (tmp_path / "router.log").open("wb") as log:
-        router = subprocess.Popen(
-            [*command, "--worker-urls", *urls],
-            stdout=log,
-            stderr=log,
-            cwd=tmp_path,
-            env=pair.servers[0].environment(),
-        )
-    try:
-        changes = {"urls": urls, "router_url": f"http://{HOST}:{port}", "startup_seconds": 60.0}
-        fleet = Fleet(config.model_copy(update=changes), dtype=pair.dtype, folder=tmp_path)
-        engine = fleet.view()
-        wait_for_router(f"http://{HOST}:{port}", tmp_path / "router.log")
+    urls = pair.start()
+    with routed(pair.config, urls, tmp_path) as router:
+        changes = {"urls": urls, "router_url": router, "startup_seconds": 60.0}
+        engine = Fleet(pair.config.model_copy(update=changes), dtype=pair.dtype, folder=tmp_path).view()
+        wait_for_router(router, tmp_path / "router.log")
         engine.load(folder, 1)
         long = SamplingParams(max_new_tokens=200, temperature=1.0, top_p=1.0, stop_ids=frozenset())
         timer = threading.Timer(1.0, kill_server, (pair.servers[0].folder,))
@@ -283,15 +273,12 @@ def test_losing_one_of_two_servers_behind_the_router_costs_no_sample(folder, pai
         assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
         engine.load(folder, 2)
         assert "1 of 2 attached" in engine.describe()
-        assert len(workers_of(fleet.config.router_url)) == 1, "the router was told"
+        assert len(workers_of(router)) == 1, "the router was told"
         assert pair.start() == urls
         engine.load(folder, 3)
         assert "2 of 2 attached" in engine.describe()
-        wait_for_router(fleet.config.router_url, tmp_path / "router.log")  # it asks the new one first
+        wait_for_router(router, tmp_path / "router.log")  # it asks the new one first
         assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
-    finally:
-        router.terminate()
-        router.wait(20)
 
 
 def test_an_attached_server_that_is_lost_is_left_out_until_it_can_adopt_a_version_again(
