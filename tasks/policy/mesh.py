@@ -247,8 +247,11 @@ def _buckets(grads: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor
 
 
 def _square_sum(params: list[nn.Parameter], device: torch.device) -> Tensor:
+    """In float64 over parameters. Within one a GPU adds in float32, by a tree of blocks: in float64 it would
+    write a copy of the gradient, four times its bytes, and read it again."""
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
     total = torch.zeros((), dtype=torch.float64, device=device)
     for param in params:
         if param.grad is not None:
-            total += torch.linalg.vector_norm(local_tensor(param.grad), dtype=torch.float64).square()
+            total += torch.linalg.vector_norm(local_tensor(param.grad), dtype=dtype).double().square()
     return total
