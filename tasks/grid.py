@@ -64,6 +64,18 @@ class Grid:
         """Ranks of all stages that together hold one copy of the model."""
         return self.pp * self.holders
 
+    def stage_of(self, rank: int) -> int:
+        return rank // self.stage_size
+
+    def holder_of(self, rank: int) -> int:
+        """Which of the ``holders`` of its stage's parameters a rank is."""
+        return rank % self.stage_size % self.holders
+
+    def expert_block_of(self, rank: int) -> int:
+        """Which of the ``expert_shards`` blocks of each layer's experts a rank keeps."""
+        holder = self.holder_of(rank)
+        return holder % self.ep * self.efsdp + holder // self.ep % self.efsdp
+
     def checked(self) -> Self:
         """Itself, unless the sizes make no grid; the refusal lists those that would."""
         axes = {"pp": self.pp, "cp": self.cp, "tp": self.tp}

@@ -157,13 +157,14 @@ def test_cached_files_are_read_only_and_shared_by_versions(policy_store: PolicyS
     assert not paths[0].stat().st_mode & 0o222
 
 
-def test_pull_takes_the_files_that_match_and_no_match_is_an_error(policy_store: PolicyStore) -> None:
+def test_pull_takes_the_files_that_are_named_and_another_name_is_an_error(policy_store: PolicyStore) -> None:
     publish(policy_store, 1)
-    folder = policy_store.pull(0, pattern="*.json")
+    folder = policy_store.pull(0, names=["a/t.json"])
     assert [path.name for path in folder.rglob("*") if path.is_file()] == ["t.json"]
-    with pytest.raises(ValueError, match=r"got '\*\.npz'; files: \['a/t\.json', 'weights\.bin'\]"):
-        policy_store.pull(0, pattern="*.npz")
-    assert (policy_store.pull(0, without="*.json") / "weights.bin").exists()
+    with pytest.raises(ValueError, match=r"got \['b\.bin'\]; files: \['a/t\.json', 'weights\.bin'\]"):
+        policy_store.pull(0, names=["a/t.json", "b.bin"])
+    assert policy_store.pull(0, without="*.bin") == folder and not (folder / "weights.bin").exists()
+    assert (policy_store.pull(0) / "weights.bin").exists()  # a folder with a part is no version
 
 
 def test_readers_at_once_share_one_cache_and_download_each_file_once(

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from test_packing import rows
 from transformers import PreTrainedModel
 
+from tasks.artifacts.owned import Checkpoint
 from tasks.config import CampaignConfig
 from tasks.policy.beside import with_other_versions, with_proximal
 from tasks.policy.dispatch import LocalDispatcher
@@ -59,9 +60,9 @@ class OneAtATime(Workbench):
 
     earlier: set[int] = field(default_factory=models_in_memory)
 
-    def load(self, folder: Path, *, head: Head = "tokens") -> PreTrainedModel:
+    def load(self, checkpoint: Checkpoint, *, head: Head = "tokens") -> PreTrainedModel:
         assert models_in_memory() <= self.earlier, "of another test, or of this one"
-        return Workbench.load(self, folder, head=head)
+        return Workbench.load(self, checkpoint, head=head)
 
 
 def said(model: PreTrainedModel, row: dict) -> list[float]:

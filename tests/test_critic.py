@@ -174,7 +174,7 @@ def test_a_critic_is_published_after_its_policy_and_made_up_for_by_the_next_run(
     assert critic_store.head().version == 0  # killed before the critic was published
     found = critics.find_critic(run_, policy_store, policy)
     assert found is not None and found[1].version == 1
-    assert (found[0] / "a").read_bytes() == b"1"
+    assert (found[0].folder / "a").read_bytes() == b"1"
     with pytest.raises(ValueError, match="must have been trained with a critic"):
         critics.find_critic(run_, policy_store, policy.model_copy(update={"critic": ""}))
 

@@ -196,10 +196,26 @@ def test_an_index_with_a_tensor_twice_or_a_file_absent_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"must be in one shard, got 1 again in model-00002-of-00002"):
         write_index(tmp_path, shards)
     saved(tiny_policy("qwen3_moe"), tmp_path)
-    write_index(tmp_path, [Shard(file_name="elsewhere.safetensors", num_bytes={"a": 4})])
+    sizes = dict.fromkeys(load_file(tmp_path / "model.safetensors"), 4)
+    write_index(tmp_path, [Shard(file_name="elsewhere.safetensors", num_bytes=sizes)])
     with pytest.raises(
         ValueError, match=r"must list files that exist, got \['elsewhere.safetensors'\] absent"
     ):
+        load_policy(tmp_path, dispatcher=LocalDispatcher())
+
+
+def test_an_index_and_a_file_that_differ_are_refused(tmp_path):
+    """Files are chosen by the index: one with a tensor that it does not list, or without one that it does."""
+    saved(tiny_policy("qwen3_moe"), tmp_path)
+    tensors, norm = load_file(tmp_path / "model.safetensors"), "model.norm.weight"
+    others = {name: tensor for name, tensor in tensors.items() if name != norm}
+    save_file({"a": torch.ones(32)}, tmp_path / "other.safetensors")
+    mine = Shard(file_name="model.safetensors", num_bytes=dict.fromkeys(others, 4))
+    write_index(tmp_path, [mine, Shard(file_name="other.safetensors", num_bytes={norm: 4})])
+    with pytest.raises(ValueError, match=rf"model.safetensors must hold the tensors .* \['{norm}'\]"):
+        load_policy(tmp_path, dispatcher=LocalDispatcher())
+    save_file(others, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"other.safetensors must hold the tensors that its index lists"):
         load_policy(tmp_path, dispatcher=LocalDispatcher())
 
 

@@ -5,10 +5,10 @@ the policy's lineage before the policy is published and becomes a critic version
 killed between the two makes up for it when it goes on.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.artifacts.manifest import Manifest
+from tasks.artifacts.owned import Checkpoint, checkpoint_of
 from tasks.records import CampaignRun, PolicyVersion
 from tasks.session import open_store
 
@@ -21,8 +21,10 @@ def critic_store(run: CampaignRun) -> "PolicyStore":
     return open_store(run.config, f"{run.campaign}.critic")
 
 
-def find_critic(run: CampaignRun, policies: "PolicyStore", policy: Manifest) -> tuple[Path, Manifest] | None:
-    """Files and manifest of the critic that goes on with ``policy``; None before the first iteration."""
+def find_critic(
+    run: CampaignRun, policies: "PolicyStore", policy: Manifest
+) -> tuple[Checkpoint, Manifest] | None:
+    """Checkpoint and manifest of the critic that goes on with ``policy``; None before the first iteration."""
     if not policy.critic:
         if policy.iteration:
             raise ValueError(
@@ -33,7 +35,7 @@ def find_critic(run: CampaignRun, policies: "PolicyStore", policy: Manifest) -> 
         return None
     critics = critic_store(run)
     version = publish_critic(run, policies, policy)  # again, if a killed run did not come to it
-    return critics.pull(version), critics.manifest(version)
+    return checkpoint_of(critics, version), critics.manifest(version)
 
 
 def keep_candidate(policies: "PolicyStore", manifest: Manifest, *, is_writer: bool) -> str:

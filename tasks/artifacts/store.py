@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
@@ -221,22 +221,22 @@ class PolicyStore:
         with ThreadPoolExecutor(self._num_threads) as pool:
             return list(pool.map(self.manifest, self._versions()))
 
-    def pull(self, version: int | PolicyVersion, *, pattern: str = "*", without: str = "") -> Path:
-        """A local folder with the version's files, each verified; those that match ``without`` are left out.
+    def pull(
+        self, version: int | PolicyVersion, *, names: Collection[str] | None = None, without: str = ""
+    ) -> Path:
+        """A local folder with the version's files, or with those of ``names``, each verified; what matches
+        ``without`` is left out, unless it is there from before.
 
         Do not write into it. It stays until this process ends or releases it (``release``).
         """
         published, manifest = self._read_manifest(version)
-        files = {
-            name: blob
-            for name, blob in manifest.files.items()
-            if fnmatch(name, pattern) and not fnmatch(name, without)
-        }
-        if not files:
+        wanted = manifest.files if names is None else names
+        if unknown := sorted(set(wanted) - manifest.files.keys()):
             raise ValueError(
-                f"pattern must match a file of version {manifest.version} of campaign {self.campaign}, "
-                f"got {pattern!r}; files: {sorted(manifest.files)}."
+                f"names must be of files of version {manifest.version} of campaign {self.campaign}, "
+                f"got {unknown[:8]}; files: {sorted(manifest.files)[:64]}."
             )
+        files = {name: manifest.files[name] for name in wanted if not fnmatch(name, without)}
         folder = (
             self.cache.folder / self.campaign / f"{manifest.version:012d}-{published.manifest_sha256[:12]}"
         )

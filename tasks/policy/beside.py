@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tasks.artifacts.critics import critic_store, find_critic, keep_candidate
 from tasks.artifacts.manifest import Manifest
+from tasks.artifacts.owned import Checkpoint, checkpoint_of
 from tasks.policy import weights
 from tasks.policy.critic import read_values, train_critic
 from tasks.policy.epoch import Position
@@ -25,7 +25,7 @@ from tasks.policy.routers import RouterWatch
 from tasks.policy.trainer import Learner, agree_to_stop
 from tasks.policy.unfinished import Attempt, Prepared
 from tasks.policy.workbench import Row, Workbench, release
-from tasks.session import OPTIMIZER, open_store
+from tasks.session import open_store
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
@@ -40,14 +40,14 @@ def with_other_versions(bench: Workbench, rows: list[Row]) -> list[Row]:
     if bench.batch.objective == "supervised":
         return rows
     reader = reader_of(run.config, bench.batch.objective)
-    folders: dict[str, Path] = {}
+    others: dict[str, Checkpoint] = {}
     if algorithm.kl != "none":
-        folders["reference_logprob"] = bench.store.pull(algorithm.reference_version, without=OPTIMIZER)
+        others["reference_logprob"] = checkpoint_of(bench.store, algorithm.reference_version)
     if algorithm.advantage == "teacher":
         teachers = open_store(run.config, algorithm.teacher.campaign)
-        folders["teacher_logprob"] = teachers.pull(algorithm.teacher.version, without=OPTIMIZER)
-    for column, folder in folders.items():
-        model = bench.load(folder)
+        others["teacher_logprob"] = checkpoint_of(teachers, algorithm.teacher.version)
+    for column, checkpoint in others.items():
+        model = bench.load(checkpoint)
         rows = with_column(rows, column, bench.read(model, rows, reader))
         del model
         release()
@@ -67,7 +67,7 @@ def with_proximal(
 
 
 def prepare(
-    bench: Workbench, attempt: Attempt, sealed_rows: list[Row], policy: Manifest, folder: Path
+    bench: Workbench, attempt: Attempt, sealed_rows: list[Row], policy: Manifest, checkpoint: Checkpoint
 ) -> Prepared:
     """What other models say of the batch, and the critic's update, as far as no earlier attempt did it."""
     prepared = attempt.prepared(sealed_rows)
@@ -75,27 +75,27 @@ def prepare(
         rows = with_other_versions(bench, sealed_rows)
         prepared = Prepared(sealed_rows=sealed_rows, rows=rows, critic="", critic_metrics={})
     if attempt.left is None or attempt.left.model == "critic":
-        prepared = update_critic(bench, attempt, prepared, policy, folder)
+        prepared = update_critic(bench, attempt, prepared, policy, checkpoint)
     return prepared
 
 
 def update_critic(
-    bench: Workbench, attempt: Attempt, prepared: Prepared, policy: Manifest, folder: Path
+    bench: Workbench, attempt: Attempt, prepared: Prepared, policy: Manifest, checkpoint: Checkpoint
 ) -> Prepared:
     """Also with values, and with the key of the trained critic's manifest, where there is a critic.
 
-    ``folder`` holds ``policy``, which becomes critic version 0 when there is none.
+    ``checkpoint`` is ``policy``'s, which becomes critic version 0 when there is none.
     """
     config = bench.config
     if config.algorithm.advantage != "gae" or bench.batch.objective == "supervised":
         return prepared
     found, critics = find_critic(bench.run, bench.store, policy), critic_store(bench.run)
-    start = attempt.folder("critic", found[0] if found else folder)
+    start = attempt.checkpoint("critic", found[0] if found else checkpoint)
     model = bench.load(start, head="value")
     optimizer = bench.optimizer(model, config.algorithm.critic.learning_rate)
     is_begun = attempt.left_of("critic") is not None
     if found or is_begun:
-        weights.load_optimizer(model, optimizer, start)
+        weights.load_optimizer(model, optimizer, start.folder, fetch=start.fetch)
         parent = found[1] if found else critics.manifest(0)  # which is published before its first step
     else:
         parent = _manifest(bench, critics, model, optimizer, policy=policy, parent=None)

@@ -56,7 +56,7 @@ class ParallelMesh(Grid):
 
     @property
     def stage(self) -> int:
-        return self.rank // self.stage_size
+        return self.stage_of(self.rank)
 
     @property
     def stage_rank(self) -> int:
@@ -64,8 +64,7 @@ class ParallelMesh(Grid):
 
     @property
     def holder(self) -> int:
-        """Which of the ``holders`` of its stage's parameters this rank is."""
-        return self.stage_rank % self.holders
+        return self.holder_of(self.rank)
 
     @property
     def copy_rank(self) -> int:

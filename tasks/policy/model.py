@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tasks.artifacts.owned import Fetch, already_there, files_holding
 from tasks.policy.dispatch import Dispatcher, LocalDispatcher
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.names import Piece, disk_pieces, stored_tensors
@@ -114,8 +115,10 @@ def load_policy(
     expert_kernel: Literal["torch", "fused"] = "torch",
     prepare: Callable[[PreTrainedModel], None] = lambda model: None,
     head: Head = "tokens",
+    fetch: Fetch = already_there,
 ) -> PreTrainedModel:
-    """Read a safetensors folder tensor by tensor; what other ranks hold is never read nor allocated.
+    """Read a safetensors folder tensor by tensor; what other ranks hold is never read nor allocated, and
+    ``fetch`` is asked for no file without something of this rank's.
 
     Every floating-point tensor becomes ``dtype``, except those that transformers pins to float32 for their
     family (DeepSeek's routing bias, whose rounding would change which experts a token selects). ``prepare``
@@ -135,7 +138,8 @@ def load_policy(
         if head == "value" and is_policy:
             for name in [name for name in pieces if name.startswith(VALUE_HEAD)]:
                 local_tensor(targets[pieces.pop(name).model_name]).zero_()
-        for piece, tensor in read_pieces(folder, "model", pieces, _superfluous_names(model, head)):
+        passed = _superfluous_names(model, head)
+        for piece, tensor in read_pieces(folder, "model", pieces, passed, fetch=fetch):
             fill(targets[piece.model_name], piece, tensor)
     return model
 
@@ -171,14 +175,37 @@ def place_for(target: Tensor, piece: Piece, tensor: Tensor) -> Tensor:
 
 
 def read_pieces(
-    folder: Path, stem: str, pieces: dict[str, Piece], is_superfluous: Callable[[str], bool]
+    folder: Path,
+    stem: str,
+    pieces: dict[str, Piece],
+    is_superfluous: Callable[[str], bool],
+    *,
+    fetch: Fetch = already_there,
 ) -> Iterator[tuple[Piece, Tensor]]:
-    """Stream this rank's tensors of a checkpoint; a tensor too few or too many is an error naming it."""
-    names_by_path: dict[Path, list[str]] = {}
-    for path in tensor_files(folder, stem):
-        with safe_open(path, framework="pt") as file:
-            names_by_path[path] = list(file.keys())
-    found = {name for names in names_by_path.values() for name in names}
+    """Stream this rank's tensors of a checkpoint, of which ``fetch`` brings the files that hold any; a tensor
+    too few or too many is an error naming it."""
+    index = tensor_index(folder, stem, fetch)
+    _require_exactly(folder, index.keys(), pieces, is_superfluous)
+    files = files_holding({piece.disk_name for piece in pieces.values() if piece.is_local}, index)
+    fetch(files)
+    _require_existing(folder, stem, files)
+    listed: dict[str, set[str]] = {file_name: set() for file_name in index.values()}
+    for name, file_name in index.items():
+        listed[file_name].add(name)
+    for file_name in files:
+        with safe_open(folder / file_name, framework="pt") as file:
+            names = list(file.keys())
+            _require_listed(folder / file_name, names, listed[file_name], is_superfluous)
+            for piece in (pieces[name] for name in names if name in pieces):
+                if piece.is_local and (piece.rows or piece.columns) is not None:
+                    yield piece, _read_block(file, piece)
+                elif piece.is_local:
+                    yield piece, file.get_tensor(piece.disk_name)
+
+
+def _require_exactly(
+    folder: Path, found: Set[str], pieces: Mapping[str, Piece], is_superfluous: Callable[[str], bool]
+) -> None:
     missing = sorted(pieces.keys() - found)
     unexpected = sorted(name for name in found - pieces.keys() if not is_superfluous(name))
     if missing or unexpected:
@@ -186,13 +213,18 @@ def read_pieces(
             f"{folder} must hold exactly the tensors of the model, got {len(missing)} missing {missing[:8]} "
             f"and {len(unexpected)} unexpected {unexpected[:8]}. Does config.json belong to them?"
         )
-    for path, names in names_by_path.items():
-        with safe_open(path, framework="pt") as file:
-            for piece in (pieces[name] for name in names if name in pieces):
-                if piece.is_local and (piece.rows or piece.columns) is not None:
-                    yield piece, _read_block(file, piece)
-                elif piece.is_local:
-                    yield piece, file.get_tensor(piece.disk_name)
+
+
+def _require_listed(
+    path: Path, names: Sequence[str], listed: Set[str], is_superfluous: Callable[[str], bool]
+) -> None:
+    """The index was believed when the file was chosen."""
+    others = listed ^ set(names)
+    if wrong := sorted(name for name in others if name in listed or not is_superfluous(name)):
+        raise ValueError(
+            f"{path} must hold the tensors that its index lists, got {len(wrong)} that one of the two lacks "
+            f"{wrong[:8]}. Does the index belong to it?"
+        )
 
 
 def _read_block(file: Any, piece: Piece) -> Tensor:
@@ -210,21 +242,34 @@ def _read_block(file: Any, piece: Piece) -> Tensor:
     return handle[tuple(place[: len(shape)])]
 
 
-def tensor_files(folder: Path, stem: str) -> list[Path]:
-    """The files an index lists, or the single file of a checkpoint without one."""
+def tensor_index(folder: Path, stem: str, fetch: Fetch = already_there) -> dict[str, str]:
+    """The file of each tensor: as the index says, or the single file of a checkpoint without one."""
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if absent := [name for name in names if not (folder / name).exists()]:
-            raise ValueError(
-                f"{index} must list files that exist, got {absent} absent. Fetch the whole folder."
-            )
-        return [folder / name for name in names]
-    if single.exists():
-        return [single]
-    raise ValueError(
-        f"{folder} must hold {index.name} or {single.name}, got neither. Point at a safetensors checkpoint."
-    )
+        return json.loads(index.read_text())["weight_map"]
+    fetch([single.name])
+    if not single.exists():
+        raise ValueError(
+            f"{folder} must hold {index.name} or {single.name}, got neither. "
+            "Point at a safetensors checkpoint."
+        )
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single.name)
+
+
+def tensor_files(folder: Path, stem: str) -> list[Path]:
+    """All files of a checkpoint that is here as a whole."""
+    files = sorted(set(tensor_index(folder, stem).values()))
+    _require_existing(folder, stem, files)
+    return [folder / name for name in files]
+
+
+def _require_existing(folder: Path, stem: str, names: Sequence[str]) -> None:
+    if absent := [name for name in names if not (folder / name).exists()]:
+        raise ValueError(
+            f"{folder}/{stem}.safetensors.index.json must list files that exist, got {absent} absent. "
+            "Fetch the whole folder."
+        )
 
 
 def _superfluous_names(model: PreTrainedModel, head: Head) -> Callable[[str], bool]:

@@ -7,6 +7,7 @@ which, so every family it converts that way needs no table here. Expert numbers 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,6 +25,14 @@ from transformers.core_model_loading import (
 from tasks.policy.experts import ExpertShard, expert_shards
 from tasks.policy.place import layout_of
 from tasks.policy.shards import Rows, disk_block, local_tensor
+
+_ONE_EXPERTS = re.compile(r"\.experts\.\d+\.")
+
+
+def is_one_experts(disk_name: str) -> bool:
+    """Whether a tensor on disk is of one expert, and so of one rank of each copy; of a stack of all experts,
+    as of any other tensor, several ranks may hold parts."""
+    return _ONE_EXPERTS.search(disk_name) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from tasks.artifacts.manifest import Manifest
+from tasks.artifacts.owned import Checkpoint
 from tasks.config import CampaignConfig
 from tasks.policy import weights
 from tasks.policy.context import split_context
@@ -44,13 +44,13 @@ class Trainee(Learner):
 def make_trainee(
     bench: Workbench,
     parent: Manifest,
-    folder: Path,
+    checkpoint: Checkpoint,
     *,
     resumes: bool,
     stop: StopRequest,
     held: Trainee | None,
 ) -> Trainee:
-    """The policy of ``folder``, with the optimizer's state there if it ``resumes`` one; or ``held``, where
+    """The policy of ``checkpoint``, with the optimizer's state there if it ``resumes`` one; or ``held``, if
     memory has these. What watches over it is made anew."""
     config, batch = bench.config, bench.batch
     bench.progress.at("load")
@@ -70,11 +70,11 @@ def make_trainee(
         if config.train.offload_optimizer:
             put_moments_away(held.optimizer)
         return replace(held, progress=bench.progress, nonfinite=nonfinite, stop=stop, reseed=reseed)
-    model = bench.load(folder)
+    model = bench.load(checkpoint)
     routers = _adjust(model, config, bench.mesh)
     optimizer = bench.optimizer(model, rate)
     if resumes:
-        weights.load_optimizer(model, optimizer, folder)
+        weights.load_optimizer(model, optimizer, checkpoint.folder, fetch=checkpoint.fetch)
     if config.train.offload_optimizer:
         offload_moments(optimizer)
     return Trainee(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from tasks.artifacts.errors import CacheFull, CorruptArtifact, NotFound
+from tasks.artifacts.owned import Checkpoint
 from tasks.artifacts.unfinished import Trained, UnfinishedUpdate, UpdateIdentity, unfinished_updates
 from tasks.config import CampaignConfig
 from tasks.policy.epoch import Position, train
@@ -56,10 +57,10 @@ class Attempt:
         is_of_it = self.left is not None and self.left.model == model and self.left.files
         return self.left if is_of_it else None
 
-    def folder(self, model: Trained, otherwise: Path) -> Path:
+    def checkpoint(self, model: Trained, otherwise: Checkpoint) -> Checkpoint:
         """Where the weights and the optimizer's state lie to go on from."""
         left = self.left_of(model)
-        return _folder(self._store, left) if left else otherwise
+        return Checkpoint(_folder(self._store, left)) if left else otherwise
 
     def prepared(self, sealed_rows: Sequence[Row]) -> Prepared | None:
         """What need not be computed again of what comes before the policy's pass."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from tasks.artifacts.manifest import Manifest
+from tasks.artifacts.owned import checkpoint_of
 from tasks.config import CampaignConfig
 from tasks.policy.beside import prepare, with_proximal
 from tasks.policy.fsdp import reshard_parameters
@@ -35,7 +36,7 @@ from tasks.policy.workbench import Workbench
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
 from tasks.say import say
 from tasks.schema import TrainFrame, from_bytes
-from tasks.session import WEIGHTS, run_store
+from tasks.session import run_store
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
@@ -68,13 +69,13 @@ def update_on_ranks(
         is_held = resident.holds(parent, config) and attempt.left_of("policy") is None
         if not is_held:
             resident.let_go()
-        folder = store.pull(policy, without=WEIGHTS if is_held else "")
-        dispatcher, means = resident.open_dispatcher(config, folder)
+        checkpoint = checkpoint_of(store, policy)
+        dispatcher, means = resident.open_dispatcher(config, checkpoint.folder)
         bench = Workbench(
             run=run, store=store, batch=batch, mesh=mesh, dispatcher=dispatcher, progress=progress
         )
-        prepared = prepare(bench, attempt, read_batch(store, batch), parent, folder)
-        start = attempt.folder("policy", folder)
+        prepared = prepare(bench, attempt, read_batch(store, batch), parent, checkpoint)
+        start = attempt.checkpoint("policy", checkpoint)
         resumes = parent.kind == "iteration" or attempt.left_of("policy") is not None
         trainee = make_trainee(bench, parent, start, resumes=resumes, stop=stop, held=resident.trainee)
         arena = resident.arena or reserved_arena(trainee.model, bench.stored_dtype)
@@ -89,7 +90,7 @@ def update_on_ranks(
                     stored.files, stored.tensor_digest, prepared, position, trainee=trainee, metrics=metrics
                 )
         resident.keep(trainee, arena, stored.files)
-        store.release(folder)
+        store.release(checkpoint.folder)
         manifest = _manifest(bench, parent, prepared, stored, metrics, means=means, seconds=clock.seconds)
         if dist.get_rank() == 0:
             _say(batch, metrics, clock, means)

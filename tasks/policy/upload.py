@@ -1,7 +1,7 @@
 """From live weights to stored shards, behind the trainer's back; nothing is a version until ``publish``.
 
     start    every rank copies what it owns to host memory: the only time the trainer stands still
-    behind   a thread a kind of shard: digest, find what changed since the parent, send it in parts straight
+    behind   a thread a shard: digest, find what changed since the parent, send it in parts straight
              from that memory, compare what was sent with the live tensors; weights and optimizer state at
              the same time
     finish   every rank waits for its own, then all agree: a shard that failed anywhere fails all of them,
@@ -42,7 +42,7 @@ from tasks.artifacts.errors import StaleWeights, UploadFailed
 from tasks.policy import weights
 from tasks.policy.mesh import ParallelMesh
 from tasks.policy.serialized import TensorFile
-from tasks.policy.snapshot import HostArena, Snapshot, bit_sum
+from tasks.policy.snapshot import HostArena, bit_sum
 
 if TYPE_CHECKING:
     from tasks.artifacts.manifest import StoredFile
@@ -63,6 +63,7 @@ class StoredShards:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stored:
+    stem: str
     shard: weights.Shard
     file: StoredFile
     digests: dict[str, str]
@@ -82,7 +83,7 @@ class ShardUpload:
     ) -> None:
         self._store, self._mesh, self._arena = store, mesh, arena
         self._full_every, self._whole_beside = full_every, whole_beside
-        self._pool = ThreadPoolExecutor(len(STEMS), thread_name_prefix="upload")
+        self._pool = ThreadPoolExecutor(2 * len(STEMS), thread_name_prefix="upload")
         self._folder = tempfile.TemporaryDirectory()
         self._pending: dict[str, Future[_Stored]] = {}
         self._parent: Mapping[str, StoredFile] = {}
@@ -114,15 +115,21 @@ class ShardUpload:
         snapshot = self._arena.take(named_tensors(model, optimizer, dtype))
         self._seconds = snapshot.seconds
         for stem in STEMS:
-            self._pending[stem] = self._pool.submit(self._store_shard, stem, snapshot)
+            prefix = f"{stem}:"
+            tensors = {n.removeprefix(prefix): t for n, t in snapshot.tensors.items() if n.startswith(prefix)}
+            sums = {name: snapshot.sums[prefix + name] for name in tensors}
+            files = weights.by_file(tensors, self._mesh.copy_rank, self._mesh.copy_size, stem=stem)
+            for file_name, part in files.items():
+                store = self._pool.submit(self._store_shard, stem, file_name, part, sums)
+                self._pending[file_name] = store
 
     def finish(self) -> StoredShards:
         """Wait for every rank's shards and index them."""
-        mine: dict[str, _Stored] = {}
+        mine: list[_Stored] = []
         error: Exception | None = None
-        for stem, pending in self._pending.items():
+        for pending in self._pending.values():
             try:
-                mine[stem] = pending.result()
+                mine.append(pending.result())
             except Exception as caught:
                 error = error or caught
         everyone: list[Any] = [None] * self._mesh.world_size
@@ -141,20 +148,20 @@ class ShardUpload:
         _require_stored({0: said}, error)
         return stored
 
-    def _indexed(self, everyone: list[tuple[dict[str, _Stored], str, float]]) -> StoredShards:
+    def _indexed(self, everyone: list[tuple[list[_Stored], str, float]]) -> StoredShards:
         """All ranks' shards, and what is of no rank, stored here."""
-        everything = [stored for stored, _, _ in everyone]
+        everything = [entry for stored, _, _ in everyone for entry in stored]
         files: dict[str, StoredFile] = {
             name: file for name, file in self._parent.items() if not name.startswith(STEMS)
         }
         if weights.CONFIG in files:  # version 0 may have been stored in another type
             files[weights.CONFIG] = self._stating_dtype(files[weights.CONFIG])
         for stem in STEMS:
-            of_stem = [stored[stem] for stored in everything if stem in stored]
+            of_stem = [entry for entry in everything if entry.stem == stem]
             index = weights.write_index(self._path, [entry.shard for entry in of_stem], stem=stem)
             files[index] = self._store.put_file(self._path / index)
             files |= {entry.shard.file_name: entry.file for entry in of_stem}
-        digest = weights.merge_digests(stored["model"].digests for stored in everything if stored)
+        digest = weights.merge_digests(entry.digests for entry in everything)
         return StoredShards(
             files=files, tensor_digest=digest, stall_seconds=max(seconds for _, _, seconds in everyone)
         )
@@ -168,21 +175,18 @@ class ShardUpload:
         after = weights.stating_dtype(before, self._dtype)
         return config if after == before else self._store.put_bytes(after)
 
-    def _store_shard(self, stem: str, snapshot: Snapshot) -> _Stored:
+    def _store_shard(
+        self, stem: str, file_name: str, tensors: Mapping[str, Tensor], sums: Mapping[str, int]
+    ) -> _Stored:
         """One file of this rank, in a thread: no collective in here."""
-        prefix = f"{stem}:"
-        tensors = {n.removeprefix(prefix): t for n, t in snapshot.tensors.items() if n.startswith(prefix)}
-        sums = {name: snapshot.sums[prefix + name] for name in tensors}
-        shard = weights.Shard(
-            file_name=weights.shard_name(self._mesh.copy_rank, self._mesh.copy_size, stem=stem),
-            num_bytes={name: tensor.nbytes for name, tensor in tensors.items()},
-        )
-        content = TensorFile(tensors, require_unchanged=lambda: _require_live(tensors, sums, shard.file_name))
+        num_bytes = {name: tensor.nbytes for name, tensor in tensors.items()}
+        shard = weights.Shard(file_name=file_name, num_bytes=num_bytes)
+        content = TensorFile(tensors, require_unchanged=lambda: _require_live(tensors, sums, file_name))
         digests = weights.digest_tensors(tensors.items()) if stem == "model" else {}
-        parent = self._parent.get(shard.file_name)
+        parent = self._parent.get(file_name)
         every = self._full_every if stem == "model" else 1  # every element of a moment changes in every step
         stored = self._store.put_patched(content, parent, full_every=every, whole_beside=self._whole_beside)
-        return _Stored(shard=shard, file=stored, digests=digests)
+        return _Stored(stem=stem, shard=shard, file=stored, digests=digests)
 
 
 def store_shards(

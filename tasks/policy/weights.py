@@ -1,10 +1,10 @@
 """Write a policy and its optimizer as safetensors shards in the names that engines load; read them back.
 
 Each rank of one copy of the model writes a shard with its own experts. What all of them hold is written by
-the first; what is split over several is put together tensor by tensor and written by the ranks in turn, so
-these generators are collective then: every rank of the copy must exhaust them. A pipeline stage writes its
-own layers; nothing crosses stages. Digests name the content and not the shards, so they are equal however
-many ranks wrote.
+the first; what is split over several is put together tensor by tensor and written by the ranks in turn, in
+shards apart, so these generators are collective then: every rank of the copy must exhaust them. A pipeline
+stage writes its own layers; nothing crosses stages. Digests name the content and not the shards, so they are
+equal however many ranks wrote.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from tasks.artifacts.owned import Fetch, already_there
 from tasks.policy.collectives import all_gather
 from tasks.policy.experts import expert_shards
-from tasks.policy.model import fill, read_pieces, stored_dtype, tensor_files
-from tasks.policy.names import Piece, disk_pieces, stored_tensors
+from tasks.policy.model import fill, read_pieces, stored_dtype, tensor_index
+from tasks.policy.names import Piece, disk_pieces, is_one_experts, stored_tensors
 from tasks.policy.place import Place, layout_of
 from tasks.policy.shards import is_split, whole_tensor
 
@@ -77,13 +77,17 @@ def optimizer_tensors(
             yield f"{kind}/{piece.disk_name}", tensor
 
 
-def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -> None:
-    """Restore what ``optimizer_tensors`` wrote, on any number of ranks; masters replace loaded weights."""
+def load_optimizer(
+    model: PreTrainedModel, optimizer: Optimizer, folder: Path, *, fetch: Fetch = already_there
+) -> None:
+    """Restore what ``optimizer_tensors`` wrote, on any number of ranks; masters replace loaded weights. Files
+    come as they do for ``load_policy``."""
     step = torch.zeros((), dtype=torch.int64)
     targets: dict[str, Tensor] = {STEP: step}
     pieces = {STEP: Piece(disk_name=STEP, model_name=STEP)}
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    kinds = _kinds(folder)
+    # what it holds beside the step count, each for every trained weight
+    kinds = {name.split("/")[0] for name in tensor_index(folder, "optimizer", fetch) if name != STEP}
     for kind in sorted(kinds):
         for name, param in params.items():
             targets[f"{kind}/{name}"] = param.detach() if kind == MASTER else torch.zeros_like(param)
@@ -92,7 +96,7 @@ def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -
                 disk_name, model_name = f"{kind}/{piece.disk_name}", f"{kind}/{piece.model_name}"
                 pieces[disk_name] = replace(piece, disk_name=disk_name, model_name=model_name)
     elsewhere = {f"{kind}/{name}" for kind in kinds for name in layout_of(model).elsewhere}
-    for piece, tensor in read_pieces(folder, "optimizer", pieces, elsewhere.__contains__):
+    for piece, tensor in read_pieces(folder, "optimizer", pieces, elsewhere.__contains__, fetch=fetch):
         fill(targets[piece.model_name], piece, tensor)
     optimizer.state.clear()
     if kinds:
@@ -100,6 +104,19 @@ def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -
             moments = {moment: targets[f"{moment}/{name}"].detach() for moment in MOMENTS}
             device = param.device if optimizer.defaults.get("fused") else step.device  # where AdamW counts
             optimizer.state[param] = {"step": step.to(device, torch.float32), **moments}
+
+
+def by_file(
+    tensors: Mapping[str, Tensor], rank: int, num_ranks: int, *, stem: str
+) -> dict[str, dict[str, Tensor]]:
+    """What a rank writes, by file: its own experts apart from what several ranks have parts of, so that who
+    reads a part of the experts need not fetch the others'. A copy on one rank is one file."""
+    files: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        is_shared = num_ranks > 1 and not is_one_experts(name)
+        file_name = shard_name(rank, num_ranks, stem=f"{stem}-dense" if is_shared else stem)
+        files.setdefault(file_name, {})[name] = tensor
+    return files
 
 
 def shard_name(rank: int, num_ranks: int, *, stem: str = "model") -> str:
@@ -222,12 +239,3 @@ def _num_steps(model: PreTrainedModel, optimizer: Optimizer) -> int:
             "Reduce gradients before each step: it gives every parameter a gradient."
         )
     return steps.pop()
-
-
-def _kinds(folder: Path) -> set[str]:
-    """What an optimizer's files hold beside the step count, each for every trained weight."""
-    kinds = set()
-    for path in tensor_files(folder, "optimizer"):
-        with safe_open(path, framework="pt") as file:
-            kinds |= {name.split("/")[0] for name in file.keys() if name != STEP}  # noqa: SIM118
-    return kinds

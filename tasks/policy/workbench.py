@@ -6,7 +6,6 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from tasks.artifacts.manifest import StoredFile
+from tasks.artifacts.owned import Checkpoint
 from tasks.config import CampaignConfig
 from tasks.policy.dispatch import Dispatcher
 from tasks.policy.fsdp import is_fully_sharded, reshard_parameters
@@ -54,16 +54,17 @@ class Workbench:
     def stored_dtype(self) -> torch.dtype:
         return getattr(torch, self.config.model.dtype)
 
-    def load(self, folder: Path, *, head: Head = "tokens") -> PreTrainedModel:
+    def load(self, checkpoint: Checkpoint, *, head: Head = "tokens") -> PreTrainedModel:
         """A checkpoint on this rank's device, in training mode."""
         train = self.config.train
         return load_policy(
-            folder,
+            checkpoint.folder,
             dispatcher=self.dispatcher,
             device=device_of(self.config),
             expert_kernel=train.expert_kernel,
             prepare=partial(distribute, mesh=self.mesh, compute_dtype=getattr(torch, train.compute_dtype)),
             head=head,
+            fetch=checkpoint.fetch,
         ).train()
 
     def optimizer(self, model: PreTrainedModel, learning_rate: float) -> AdamW:
