@@ -5,6 +5,7 @@
     python tests/bench_artifacts.py stall --gb 10              standstill of the trainer a snapshot
     python tests/bench_artifacts.py server                     the store against the client it uses
     python tests/bench_artifacts.py fetch                      a version by patches, whole, and as chosen
+    python tests/bench_artifacts.py nodes                      two training nodes, all of a version or theirs
     python tests/bench_artifacts.py campaign --store ./runs    bytes that a finished campaign shipped
 
 ``steps`` and ``stall`` take ``--device cuda``. Models are random; a step is a forward and a backward pass
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_nodes import bench_nodes
 from bench_transfers import bench_fetch, bench_server
 from safetensors.torch import save_file
 from torch import Tensor
@@ -207,14 +209,14 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=["steps", "stall", "server", "fetch", "campaign"])
+    parser.add_argument("part", nargs="?", choices=["steps", "stall", "server", "fetch", "nodes", "campaign"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--scale", type=float, default=1.0, help="GiB of the models of `steps`")
     parser.add_argument("--kinds", nargs="+", choices=["dense", "moe"], default=["dense", "moe"])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192, help="a step")
     parser.add_argument("--gb", type=float, default=1.0, help="of the snapshot of `stall`")
-    parser.add_argument("--mb", type=int, default=256, help="of the file of `server`")
+    parser.add_argument("--mb", type=int, default=256, help="of the file of `server`, the version of `nodes`")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--reads", type=int, default=6, help="of each file of `server`")
     parser.add_argument("--links", type=int, nargs="*", default=[0, 100], help="MB/s, of `fetch`; 0: none")
@@ -227,7 +229,7 @@ def main() -> None:
     print(f"{options.part or 'small'}: {where}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n")
     parts = {
         "steps": bench_steps, "stall": bench_stall, "server": bench_server, "fetch": bench_fetch,
-        "campaign": bench_campaign,
+        "nodes": bench_nodes, "campaign": bench_campaign,
     }  # fmt: skip
     if options.part:
         parts[options.part](options)

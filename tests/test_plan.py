@@ -1,5 +1,6 @@
 """What a campaign takes: sizes against published ones, and every sum by hand."""
 
+import dataclasses
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from publishing import manifest
+from transformers import AutoConfig
 
 from tasks import placement, plan
 from tasks.artifacts.store import open_store
@@ -50,8 +52,8 @@ def test_a_rank_keeps_what_the_campaigns_file_says(name: str, gb: int) -> None:
     assert f"{gb} GB" in text.partition("\nname:")[0]
 
 
-SMALL = Shape(dense=1_000_000_000, experts=8_000_000_000, active_share=0.25, layers=10, experts_per_token=2,
-              hidden=1000)  # fmt: skip
+SMALL = Shape(dense=1_000_000_000, experts=8_000_000_000, are_experts_apart=True, active_share=0.25,
+              layers=10, experts_per_token=2, hidden=1000)  # fmt: skip
 
 
 def test_memory_is_divided_as_the_grid_divides_it() -> None:
@@ -76,7 +78,7 @@ def test_bytes_of_an_iteration_by_hand() -> None:
     moved = list(bytes_moved(SMALL, config).items())
     assert moved[0] == ("trainer -> S3: optimizer state", 9 * 12)
     assert moved[1] == ("trainer -> S3: weights (a patch; whole, 18.0, each 10th time)", 18 * 0.015)
-    assert moved[2] == ("S3 -> 1 training nodes: weights and state", 18 + 108)
+    assert moved[2] == ("S3 -> 1 training nodes: what their ranks own", pytest.approx(18 + 108))
     assert moved[3] == ("S3 -> 2 rollout nodes: the patch", 2 * 18 * 0.015)
     assert moved[4][1] == pytest.approx(2 * 65_536 * 11 / 1e9)
     # 10 layers x 2 experts x 1000 values of 2 bytes, out and back, forward and backward, 7 of 8 elsewhere
@@ -84,10 +86,32 @@ def test_bytes_of_an_iteration_by_hand() -> None:
     whole = shipped("one_node", checkpoint={"full_every": 1})
     assert bytes_moved(SMALL, whole)["S3 -> 2 rollout nodes: weights"] == 36
     resident = config.model_copy(update={"train": config.train.model_copy(update={"pool": "standing"})})
-    assert bytes_moved(SMALL, resident)["S3 -> 1 training nodes: weights and state"] == 0
+    assert bytes_moved(SMALL, resident)["S3 -> 1 training nodes: what their ranks own"] == 18 * 0.015
     records = config.rollout.model_copy(update={"record_routing": "experts"})
     recorded = bytes_moved(SMALL, config.model_copy(update={"rollout": records}))
     assert recorded["rollouts -> buffer -> scorers: samples"] == pytest.approx(2 * 65_536 * 31 / 1e9)
+
+
+def test_what_training_nodes_fetch_by_hand() -> None:
+    """Of 14 bytes a parameter: what is dense of the node's stage, and the experts of its eight ranks."""
+
+    def fetched(name: str, shape: Shape = SMALL, **changes: Any) -> float:
+        return bytes_moved(shape, shipped(name, **changes))["S3 -> 16 training nodes: what their ranks own"]
+
+    assert fetched("qwen3_30b_a3b") == pytest.approx(16 * 14 * (1 + 8 / 4))  # a copy on 4 nodes
+    assert fetched("deepseek_v3_moe") == pytest.approx(16 * 14 * (1 / 4 + 8 / 16))  # on 16, in 4 stages
+    stacked = dataclasses.replace(SMALL, are_experts_apart=False)
+    assert fetched("qwen3_30b_a3b", stacked) == pytest.approx(16 * 14 * 9)
+    train = shipped("qwen3_30b_a3b").train.model_dump()
+    assert fetched(
+        "qwen3_30b_a3b", train=train | {"ep": 1, "fsdp": 1, "dispatcher": "local"}
+    ) == pytest.approx(16 * 14 * 9)
+
+
+def test_a_stack_of_all_experts_is_told_from_tensors_of_one() -> None:
+    values = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
+    for family, is_apart in (("mixtral", True), ("gpt_oss", False)):
+        assert counted(AutoConfig.for_model(family, **values)).are_experts_apart == is_apart
 
 
 def test_the_price_is_spots_where_it_was_stated_and_the_pool_is_on_spot() -> None:

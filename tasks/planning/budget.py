@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tasks.config import CampaignConfig
+from tasks.planning.fetched import fetched_by_nodes
 from tasks.planning.instances import InstanceType
 from tasks.planning.shape import Shape
 from tasks.train_config import TOPOLOGIES, TrainConfig
@@ -46,16 +47,20 @@ def bytes_moved(shape: Shape, config: CampaignConfig) -> dict[str, float]:
     weights = (
         f"weights (a patch; whole, {whole:,.1f}, each {full_every}th time)" if has_patches else "weights"
     )
+    apart = shape.experts / shape.parameters if shape.are_experts_apart else 0.0
+    parts = {"dense": (whole + state) * (1 - apart), "experts": (whole + state) * apart}
+    fetched = sum(fetched_by_nodes(train.grid, ranks, **parts))
+    if train.pool == "standing":  # has it in memory, and fetches what it has stored to find what changes
+        fetched = shipped if has_patches else 0.0
     tokens = rollout.samples_per_iteration * rollout.max_new_tokens
     routed = {"none": 0, "experts": 1, "experts_and_weights": 5}[rollout.record_routing]
     row = SAMPLE_BYTES + routed * shape.layers * shape.experts_per_token
     # out and back, forward and backward, in half precision; a share of 1 / ep stays where it is
     rows = tokens * shape.layers * shape.experts_per_token * shape.hidden * 2 * 4 * (1 - 1 / train.ep) / 1e9
-    is_resident = train.pool == "standing"
     return {
         "trainer -> S3: optimizer state": state,
         f"trainer -> S3: {weights}": shipped,
-        f"S3 -> {nodes} training nodes: weights and state": 0.0 if is_resident else nodes * (whole + state),
+        f"S3 -> {nodes} training nodes: what their ranks own": fetched,
         f"S3 -> {rollout.workers} rollout nodes: {'the patch' if has_patches else 'weights'}":
             rollout.workers * shipped,
         "rollouts -> buffer -> scorers: samples": 2 * tokens * row / 1e9,

@@ -26,6 +26,8 @@ class Shape:
     """Parameters that every token meets."""
     experts: int
     """Parameters of routed experts, all layers."""
+    are_experts_apart: bool
+    """Whether a checkpoint has tensors of one expert each, or stacks of all."""
     active_share: float
     """Of the routed experts, those that a token meets."""
     layers: int
@@ -62,6 +64,7 @@ def counted(description: Any) -> Shape:
     from transformers import AutoModelForCausalLM
 
     from tasks.model_config import num_experts
+    from tasks.policy.names import disk_pieces, is_one_experts
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(description)
@@ -73,6 +76,7 @@ def counted(description: Any) -> Shape:
     return Shape(
         dense=sum(sizes.values()) - sum(experts.values()),
         experts=sum(experts.values()),
+        are_experts_apart=any(is_one_experts(piece.disk_name) for piece in disk_pieces(model)),
         active_share=top_k / max(num_experts(values), 1),
         layers=len({name.partition(".experts.")[0] for name in experts}),
         experts_per_token=top_k,
