@@ -87,6 +87,8 @@ def test_bytes_of_an_iteration_by_hand() -> None:
     assert bytes_moved(SMALL, whole)["S3 -> 2 rollout nodes: weights"] == 36
     resident = config.model_copy(update={"train": config.train.model_copy(update={"pool": "standing"})})
     assert bytes_moved(SMALL, resident)["S3 -> 1 training nodes: what their ranks own"] == 18 * 0.015
+    whole = whole.model_copy(update={"train": resident.train})  # nothing to compare with
+    assert bytes_moved(SMALL, whole)["S3 -> 1 training nodes: what their ranks own"] == 0
     records = config.rollout.model_copy(update={"record_routing": "experts"})
     recorded = bytes_moved(SMALL, config.model_copy(update={"rollout": records}))
     assert recorded["rollouts -> buffer -> scorers: samples"] == pytest.approx(2 * 65_536 * 31 / 1e9)

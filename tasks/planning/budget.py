@@ -51,7 +51,7 @@ def bytes_moved(shape: Shape, config: CampaignConfig) -> dict[str, float]:
     parts = {"dense": (whole + state) * (1 - apart), "experts": (whole + state) * apart}
     fetched = sum(fetched_by_nodes(train.grid, ranks, **parts))
     if train.pool == "standing":  # has it in memory, and fetches what it has stored to find what changes
-        fetched = shipped if has_patches else 0.0
+        fetched = shipped if full_every > 1 else 0.0
     tokens = rollout.samples_per_iteration * rollout.max_new_tokens
     routed = {"none": 0, "experts": 1, "experts_and_weights": 5}[rollout.record_routing]
     row = SAMPLE_BYTES + routed * shape.layers * shape.experts_per_token
