@@ -142,6 +142,7 @@ READ = {
     "the same, a copy on each node": ("replicated", 4, {"ep": 2}, [({1, 2}, {1}), ({1, 2}, {1})]),
     "twice as many expert ranks": ("replicated", 4, {"ep": 4}, [({1}, {1}), ({2}, {1})]),
     "one copy, a node a rank": ("replicated", 2, {"ep": 2}, [({1}, {1}), ({2}, {1})]),
+    "tensor parallel as well": ("replicated", 2, {"ep": 2, "tp": 2}, [({1}, {1}), ({2}, {1})]),
     "one rank": ("replicated", 1, {"ep": 1}, [({1, 2}, {1})]),
     "replicas become shards": ("replicated", 4, {"ep": 2, "fsdp": 4}, [({1, 2}, {1}), ({1, 2}, {1})]),
     "the same split": ("split", 4, {"ep": 2, "fsdp": 4}, [({1, 2}, {1, 2, 3, 4}), ({3, 4}, {1, 2, 3, 4})]),
