@@ -8,13 +8,15 @@ recoverable instead, so that Flyte runs it again. With several nodes the process
 143, and its pod is started again elsewhere.
 """
 
+import contextlib
 import errno
 import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import Any, cast
@@ -91,6 +93,23 @@ def run_rank(changes: Mapping[str, str | None], function: bytes, inputs: Mapping
 SHUTDOWN_SECONDS = 115
 """Between the longest ``train.grace_seconds`` and the grace period of the trainer's pods."""
 _PREEMPTED = object()
+_TAKEN_BY_TORCH = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@contextlib.contextmanager
+def _signals_given_back() -> Iterator[None]:
+    """torch's agent answers these signals with an ordinary exception, and goes on to do so when it has ended:
+    Ctrl-C in the next generate stage was taken for the loss of a worker, and the run went on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _TAKEN_BY_TORCH}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 class TorchElasticTask(PytorchElasticFunctionTask):
@@ -119,7 +138,8 @@ class TorchElasticTask(PytorchElasticFunctionTask):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default too
         # told to stop, ranks store what they have done; torch kills them after 30 s unless it is told
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-        with tempfile.TemporaryDirectory(prefix="moe-rl-ranks-") as logs:  # torch's own would stay
+        # torch's own folder would stay
+        with tempfile.TemporaryDirectory(prefix="moe-rl-ranks-") as logs, _signals_given_back():
             return self._launch(logs, kwargs)
 
     def _launch(self, logs: str, inputs: Mapping[str, Any]) -> Any:

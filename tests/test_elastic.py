@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -80,6 +81,16 @@ def test_ranks_that_find_shared_memory_full_say_what_they_need(tmp_path):
         [*inside, f"{full} && exec {sys.executable} {tmp_path / 'full.py'}"], capture_output=True, text=True
     )
     assert run.returncode and "/dev/shm must have 36,864 bytes free for 2 ranks to start, got" in run.stderr
+
+
+def test_a_signal_after_a_training_does_what_it_did_before():
+    """torch's agent left its handlers behind: Ctrl-C became an exception that ``min_success_ratio`` hides."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.getsignal(number) for number in signals]
+    look(name="X")
+    with pytest.raises(Exception, match="must be well"):
+        fail()
+    assert [signal.getsignal(number) for number in signals] == before
 
 
 @pytest.mark.gpu
