@@ -288,16 +288,17 @@ def test_a_patched_file_survives_json_and_refuses_a_chain_that_ends_elsewhere(po
         PatchedBlob(sha256=file.sha256, size=file.size, full=file.full, patches=file.patches[:1])
 
 
-def test_a_missing_patch_and_a_damaged_base_are_told_apart(policy_store, chain, store_folder, tmp_path):
+def test_a_missing_patch_and_a_damaged_base_are_told_apart(
+    policy_store, chain, store_folder, tmp_path, capsys
+):
     reader = open_store(str(store_folder), policy_store.campaign, cache=tmp_path / "reader")
     folder = reader.pull(1)
     (folder / "model.safetensors").chmod(0o644)
     data = bytearray(chain[1])
     data[len(data) // 2 + 1] ^= 1
     (folder / "model.safetensors").write_bytes(data)  # a hard link: the cache has the damage too
-    with pytest.raises(CorruptArtifact, match="must be made from an intact content in the local cache"):
-        reader.pull(2)
     assert (reader.pull(2) / "model.safetensors").read_bytes() == chain[2]  # healed: removed, made anew
+    assert "was damaged in" in capsys.readouterr().out
 
     blob = file_of(reader, 3).patches[-1].blob
     reader.bucket._client.delete_object(Bucket=reader.bucket.name, Key=blob.key, VersionId=blob.version_id)
@@ -320,9 +321,6 @@ def test_a_damaged_base_is_found_in_a_tensor_that_no_patch_touches(policy_store,
     data[-1] ^= 1  # the last byte is layer.1's
     base.chmod(0o644)
     base.write_bytes(data)
-    with pytest.raises(CorruptArtifact, match="must be made from an intact content in the local cache"):
-        reader.pull(1)
-    assert not list(reader.cache.folder.glob(f"{reader.campaign}/*1-*/model.safetensors"))
     assert (reader.pull(1) / "model.safetensors").read_bytes() == content
 
 

@@ -1,6 +1,7 @@
 """Files by content on this machine's disk, shared by all versions, campaigns and processes.
 
-    {cache}/sha256/ab/abcd...               one file a content, read-only, verified on every use
+    {cache}/sha256/ab/abcd...               one file a content, read-only, verified on every use and made
+                                            again where it is damaged
     {cache}/{campaign}/{version}-{digest}   folders of hard links, as ``PolicyStore.pull`` returns them
     {cache}/leases/...                      locks that say which folders are read at the moment
 
@@ -111,14 +112,10 @@ class Cache:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = _locked(path.with_suffix(".lock"), fcntl.LOCK_EX)
         try:
+            if path.exists() and (wrong := _difference(path, file)):
+                _give_up(name, path, wrong)
             if not path.exists():
                 self._make(name, file, path)
-            elif wrong := _difference(path, file):
-                path.unlink()  # so that a retry downloads it again
-                raise CorruptArtifact(
-                    f"file {name} ({_key(file)}) must be intact in the local cache, got {wrong} in {path}. "
-                    "It was removed from the cache: pull again. If it comes back, the disk is failing."
-                )
             yield path
         finally:
             os.close(fd)
@@ -206,29 +203,40 @@ class Cache:
             )
 
     def _rebuild(self, name: str, file: PatchedBlob, partial: Path) -> None:
-        """From the newest content of the chain that is here."""
+        """From the newest content of the chain that is here. One that proves damaged is given up, and the
+        next older one taken; the whole file, which is verified when it comes, at the latest."""
         contents = [file.full.sha256, *(patch.sha256 for patch in file.patches)]
-        fetched: list[Path] = []
-        first, base = self._base(name, file, contents)
-        with base:
+        for tries_left in reversed(range(len(contents))):
+            first, base = self._base(name, file, contents)
             try:
-                for number, patch in enumerate(file.patches[first:]):
-                    fetched.append(partial.with_suffix(f".{number}.patch"))
-                    self._fetch(f"{name} (patch)", patch.blob, fetched[-1])
-                    with self._counting:
-                        self.received.patch_bytes += patch.blob.size
-                        self.received.patches += 1
-                found, start = new_hash(file), time.monotonic()
-                self._apply(fetched, base, partial, found)
-                self.rates.applied(len(fetched) * file.size, time.monotonic() - start)
-                if wrong := difference(found, file):
-                    self._apply(fetched, base, partial, None)  # names the tensor, if a patch is at fault
-                    raise CorruptArtifact(f"it has {wrong}")
+                with base:
+                    return self._rebuild_from(first, base, name, file, partial)
             except CorruptArtifact as error:
-                raise self._blamed(name, contents[first], error) from error
-            finally:
-                for path in fetched:
-                    path.unlink(missing_ok=True)
+                path = self._path(contents[first])
+                is_intact = not path.exists() or digests_of(path).sha256 == contents[first]
+                if is_intact or not tries_left:
+                    text = f"file {name} must be rebuilt to its published content, got: {error}"
+                    raise CorruptArtifact(text) from error
+                _give_up(name, path, "other content than its name's")
+
+    def _rebuild_from(self, first: int, base: BinaryIO, name: str, file: PatchedBlob, partial: Path) -> None:
+        fetched: list[Path] = []
+        try:
+            for number, patch in enumerate(file.patches[first:]):
+                fetched.append(partial.with_suffix(f".{number}.patch"))
+                self._fetch(f"{name} (patch)", patch.blob, fetched[-1])
+                with self._counting:
+                    self.received.patch_bytes += patch.blob.size
+                    self.received.patches += 1
+            found, start = new_hash(file), time.monotonic()
+            self._apply(fetched, base, partial, found)
+            self.rates.applied(len(fetched) * file.size, time.monotonic() - start)
+            if wrong := difference(found, file):
+                self._apply(fetched, base, partial, None)  # names the tensor, if a patch is at fault
+                raise CorruptArtifact(f"it has {wrong}")
+        finally:
+            for path in fetched:
+                path.unlink(missing_ok=True)
 
     def _apply(self, patches: list[Path], base: BinaryIO, partial: Path, found: Hash | None) -> None:
         apply_patches(
@@ -245,17 +253,6 @@ class Cache:
                 return number, base
         with self._verified(name, file.full) as full:
             return 0, full.open("rb")
-
-    def _blamed(self, name: str, base: str, error: CorruptArtifact) -> CorruptArtifact:
-        """Which of the two is damaged: the cached content it was made from, or what is stored."""
-        path = self._path(base)
-        if path.exists() and digests_of(path).sha256 != base:
-            path.unlink()
-            return CorruptArtifact(
-                f"file {name} must be made from an intact content in the local cache, got a damaged {path}. "
-                "It was removed from the cache: pull again. If it comes back, the disk is failing."
-            )
-        return CorruptArtifact(f"file {name} must be rebuilt to its published content, got: {error}")
 
     def _contents(self) -> Iterator[tuple[Path, os.stat_result]]:
         for path in self.folder.glob("sha256/??/*"):
@@ -302,8 +299,10 @@ class Cache:
             )
 
 
-def _key(file: StoredFile) -> str:
-    return file.key if isinstance(file, Blob) else file.patches[-1].blob.key
+def _give_up(name: str, path: Path, wrong: str) -> None:
+    """A power cut leaves empty files, a failing disk wrong ones; what is published is still in the store."""
+    path.unlink()
+    say("cache", f"{name} was damaged in {path}, {wrong}: fetched again. If it comes back, replace the disk.")
 
 
 def _difference(path: Path, file: StoredFile) -> str:
