@@ -28,7 +28,10 @@ def adopt(
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"--folder must be a Hugging Face checkpoint with a config.json, got {folder}.")
-    shape = json.loads(path.read_text())
+    try:
+        shape = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, got: {error}. Copy it again.") from error
     experts = num_experts(shape.get("text_config", shape))
     if not experts:
         raise ValueError(f"--folder must be a mixture-of-experts policy, got {shape.get('model_type')!r}.")

@@ -86,7 +86,29 @@ def test_what_is_no_mixture_of_experts_is_refused(tmp_path):
     (tmp_path / "dense/config.json").write_text('{"model_type": "qwen3", "num_experts": 0}')
     with pytest.raises(SystemExit, match="must be a mixture-of-experts policy, got 'qwen3'"):
         main(named)
+    (tmp_path / "dense/config.json").write_text('{"model_type":')
+    with pytest.raises(SystemExit, match=r"dense/config\.json must be JSON, got: "):
+        main(named)
     assert not (tmp_path / "store").exists()
+
+
+def test_weights_that_cannot_be_trained_are_refused_before_anything_is_stored(
+    snapshot, tmp_path, leave_servers
+):
+    """A NaN was adopted: every supervised step was skipped, a version published, and its samples refused."""
+    file, name = write_config(tmp_path, CONFIG), "model.layers.0.self_attn.q_proj.weight"
+    named = ["--config", str(file), "--folder", str(snapshot), "--store", str(tmp_path / "store")]
+    weights, shape = snapshot / "model.safetensors", snapshot / "config.json"
+    tensors = load_file(weights)
+    for value in (float("nan"), float("-inf")):
+        tensors[name][1, 2] = value
+        save_file(tensors, weights, metadata={"format": "pt"})
+        with pytest.raises(SystemExit, match=rf"{name} in .* must be finite, got 1 of \d+ values"):
+            main(named)
+    quantised = json.loads(shape.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    shape.write_text(json.dumps(quantised))
+    with pytest.raises(SystemExit, match=r"must hold weights of 16 or 32 bits, .* quantization_config 'fp8'"):
+        main(named)
 
 
 @pytest.mark.slow

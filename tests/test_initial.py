@@ -72,3 +72,28 @@ def test_tensors_come_as_stored_and_those_of_another_model_are_refused(tmp_path)
     smaller = write(tmp_path / "smaller", source, stored | {name: stored[name][:4].clone()})
     with pytest.raises(ValueError, match=rf"{name} must have the model's shape \(16, 32\), got \(4, 32\)"):
         list(checkpoint_tensors(smaller))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused_wherever_they_are_read(tmp_path, dtype):
+    """They were converted without their scales, adopted and trained."""
+    source, name = tmp_path / "whole", "model.layers.1.mlp.experts.3.up_proj.weight"
+    saved(tiny_policy("deepseek_v3"), source)
+    stored = load_file(source / "model.safetensors")
+    folder = write(tmp_path / "quantised", source, stored | {name: stored[name].to(dtype)})
+    for read in (
+        lambda: list(checkpoint_tensors(folder)),
+        lambda: load_policy(folder, dispatcher=LocalDispatcher()),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} must be float32, bfloat16 or float16, got {dtype}"):
+            read()
+
+
+def test_a_file_that_was_cut_off_is_named(tmp_path):
+    source = tmp_path / "whole"
+    saved(tiny_policy("deepseek_v3"), source)
+    path = source / "model.safetensors"
+    for length in (path.stat().st_size // 2, 0):
+        os.truncate(path, length)
+        with pytest.raises(ValueError, match=rf"{path} must be a whole safetensors file, got: "):
+            list(checkpoint_tensors(source))

@@ -1,8 +1,12 @@
 """Version 0 of a campaign."""
 
+import math
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from tasks.artifacts.manifest import Manifest
 from tasks.model_config import num_experts
@@ -24,7 +28,7 @@ def initial_manifest(store: "PolicyStore", run: CampaignRun) -> Manifest:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(run.config.model.folder) if run.config.model.folder else _random_policy(run, Path(name))
         _require_matching_vocabulary(folder, run)
-        digest = weights.tensor_digest(checkpoint_tensors(folder))  # before anything is stored
+        digest = weights.tensor_digest(_finite_tensors(folder))  # before anything is stored
         files = {path.name: store.put_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
         return Manifest(
             campaign=run.campaign,
@@ -37,6 +41,19 @@ def initial_manifest(store: "PolicyStore", run: CampaignRun) -> Manifest:
             config_digest=run.config.digest(),
             code_revision=run.code_revision,
         )
+
+
+def _finite_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Weights that are no numbers make every loss none: steps are skipped, and what is sampled is refused
+    far from the cause."""
+    for name, tensor in checkpoint_tensors(folder):
+        ends = tensor.aminmax() if tensor.numel() else ()  # one pass; NaN is both
+        if not all(map(math.isfinite, ends)):
+            raise ValueError(
+                f"{name} in {folder} must be finite, got {int((~tensor.isfinite()).sum())} of "
+                f"{tensor.numel()} values that are not. The checkpoint is damaged or diverged: take another."
+            )
+        yield name, tensor
 
 
 def _random_policy(run: CampaignRun, folder: Path) -> Path:
@@ -72,7 +89,14 @@ def _require_matching_vocabulary(folder: Path, run: CampaignRun) -> None:
 
     if not (folder / "config.json").exists():
         raise ValueError(f"model.folder must be a Hugging Face checkpoint with a config.json, got {folder}.")
-    config = AutoConfig.from_pretrained(folder).get_text_config()
+    whole = AutoConfig.from_pretrained(folder)
+    if quantised := getattr(whole, "quantization_config", None):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ValueError(
+            f"{folder} must hold weights of 16 or 32 bits, which can be trained, got quantization_config "
+            f"{method!r} in its config.json. Convert it to bfloat16 first, and point model.folder at that."
+        )
+    config = whole.get_text_config()
     _require_stated_experts(config, run)
     run.config.train.grid.check_model(
         str(folder),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -29,6 +30,7 @@ from tasks.policy.place import layout_of
 from tasks.policy.shards import local_tensor
 
 Head = Literal["tokens", "value"]
+TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 VALUE_ARCHITECTURE, VALUE_HEAD = "ForTokenClassification", "score."
 """How transformers names a model that says numbers for each token, and its head."""
 
@@ -171,7 +173,22 @@ def place_for(target: Tensor, piece: Piece, tensor: Tensor) -> Tensor:
             f"{piece.disk_name} must have the model's shape {tuple(place.shape)}, got {tuple(tensor.shape)}. "
             "Check that config.json belongs to these weights."
         )
+    if place.is_floating_point() and tensor.dtype not in TRAINED_DTYPES:
+        raise ValueError(
+            f"{piece.disk_name} must be float32, bfloat16 or float16, got {tensor.dtype}: without its scales "
+            "a quantised weight is another number. Convert the checkpoint to bfloat16 first."
+        )
     return place
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        file = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} must be a whole safetensors file, got: {error}. Copy it again.") from error
+    with file:
+        yield file
 
 
 def read_pieces(
@@ -193,7 +210,7 @@ def read_pieces(
     for name, file_name in index.items():
         listed[file_name].add(name)
     for file_name in files:
-        with safe_open(folder / file_name, framework="pt") as file:
+        with _opened(folder / file_name) as file:
             names = list(file.keys())
             _require_listed(folder / file_name, names, listed[file_name], is_superfluous)
             for piece in (pieces[name] for name in names if name in pieces):
@@ -253,7 +270,7 @@ def tensor_index(folder: Path, stem: str, fetch: Fetch = already_there) -> dict[
             f"{folder} must hold {index.name} or {single.name}, got neither. "
             "Point at a safetensors checkpoint."
         )
-    with safe_open(single, framework="pt") as file:
+    with _opened(single) as file:
         return dict.fromkeys(file.keys(), single.name)
 
 
