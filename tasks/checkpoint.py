@@ -45,6 +45,7 @@ def open_campaign(
         train__learning_rate=learning_rate,
         checkpoint__store=store,
     )
+    _require_environment(config)
     if is_local_store(config):
         from tasks.embedded.disk import require_free_space
 
@@ -148,6 +149,16 @@ def publish(run: CampaignRun, candidate: Candidate, archive: SampleArchive | Non
         iteration=manifest.iteration - 1 if manifest.kind == "iteration" else None,
     )
     return version
+
+
+def _require_environment(config: CampaignConfig) -> None:
+    """Made here once: a module, file or package that is missing ends the launch before a lineage is begun."""
+    from tasks.environments.make import make_environment
+
+    try:
+        make_environment(config.environment, seed=config.seed)
+    except (ValueError, ModuleNotFoundError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _lineage(root: "PolicyStore", *, fresh: bool) -> int:

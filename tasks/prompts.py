@@ -51,7 +51,7 @@ def _offer(
     """Put ``count`` prompts on the queue, from the ``first`` of those reserved for the iteration."""
     from tasks.artifacts.cursor import first_prompt
     from tasks.experience.records import WorkItem
-    from tasks.policy.tokenizer import load_tokenizer, prompt_ids
+    from tasks.policy.tokenizer import load_tokenizer, prompt_ids, require_room
     from tasks.schema import PromptFrame, make_frame, to_bytes
 
     rollout, environment = run.config.rollout, run_environment(run)
@@ -61,14 +61,14 @@ def _offer(
         count = 0
     if not count:
         return _prompt_set(run, iteration, behavior, refill=refill, num_portions=0, num_groups=0)
-    with run_store(run).reading(behavior, without=WEIGHTS) as folder:
-        tokenizer = load_tokenizer(folder)
     reserved = first_prompt(run_store(run), behavior, iteration, offered=rollout.prompts_reserved)
     prompts = [environment.train_prompt(reserved + first + i) for i in range(count)]
-    rows = [
-        {"iteration": iteration, "prompt_id": p.prompt_id, "prompt_ids": prompt_ids(tokenizer, p.text)}
-        for p in prompts
-    ]
+    with run_store(run).reading(behavior, without=WEIGHTS) as folder:
+        tokenizer = load_tokenizer(folder)
+        ids = {p.prompt_id: prompt_ids(tokenizer, p.text) for p in prompts}
+        lengths = ((name, len(tokens)) for name, tokens in ids.items())
+        require_room(folder, lengths, max_new_tokens=rollout.max_new_tokens)
+    rows = [{"iteration": iteration, "prompt_id": name, "prompt_ids": each} for name, each in ids.items()]
     parts = [rows[i : i + rollout.groups_per_portion] for i in range(0, count, rollout.groups_per_portion)]
     items = [
         WorkItem(

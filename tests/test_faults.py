@@ -25,7 +25,7 @@ from tasks.policy.dispatch import LocalDispatcher
 from tasks.policy.epoch import train
 from tasks.policy.experts import attach_dispatcher
 from tasks.policy.mesh import make_mesh
-from tasks.policy.nonfinite import NonFiniteSteps
+from tasks.policy.nonfinite import NonFiniteSteps, steps_taken
 from tasks.policy.progress import BLOCKED, Progress, Sign, Watchdog, slow_ranks, standing_still
 from tasks.policy.trainee import Trainee
 from tasks.policy.trainer import make_optimizer
@@ -33,6 +33,15 @@ from tasks.schema import TrainFrame, from_bytes
 from tasks.train import UPDATE_POLICY
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_an_updates_line_says_how_many_steps_were_skipped():
+    """Of a warm start whose every step was skipped it said "4 steps, loss nan"."""
+    assert steps_taken({"steps": 4.0, "skipped_steps": 0.0}) == "4 steps"
+    assert (
+        steps_taken({"steps": 4.0, "skipped_steps": 3.0})
+        == "4 steps, 3 of them skipped: loss or gradient not finite"
+    )
 
 
 def sign(age: float, heard_at: float, is_waiting: bool = False) -> Sign:

@@ -166,6 +166,8 @@ def test_a_checkpoint_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
         SystemExit, match=r"config.json must be readable here, got none in /mnt/models/smollm2-moe"
     ):
         described(config, None)
+    with pytest.raises(SystemExit, match=r"got model\.random, which is built for one machine"):
+        described(shipped("laptop"), None)  # it said "got none in .."
     (tmp_path / "config.json").write_text('{"model_type": "mixtral", "num_hidden_layers": 1}')
     assert counted(described(config, tmp_path)).layers == 1
     assert all(Path(shipped(n).model.folder).name in PUBLISHED for n in ("one_node", "deepseek_v3_moe"))

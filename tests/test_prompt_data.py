@@ -206,11 +206,11 @@ def test_a_folder_is_read_in_the_order_of_its_files_names_and_equal_prompts_are_
     (tmp_path / "b").mkdir()
     write(tmp_path / "b", "parquet", [{"prompt": "later", "answer": "1"}])
     (tmp_path / "a.jsonl").write_text(
-        '{"prompt": "first", "answer": "2"}\n{"prompt": "later", "answer": "3"}'
+        '{"prompt": "first", "answer": "2"}\n{"prompt": "later", "answer": "1"}'
     )
     (tmp_path / "readme.md").write_text("not data")
     rows = list(read_rows(str(tmp_path), field="x"))
-    assert [row["answer"] for _, row in rows] == ["2", "3", "1"]
+    assert [row["answer"] for _, row in rows] == ["2", "1", "1"]
     assert rows[1][0].endswith("a.jsonl row 1")
     environment = make_environment(
         EnvironmentConfig(name="prompt_files", held_out=1, prompt_files={"path": str(tmp_path)}), seed=0
@@ -219,6 +219,13 @@ def test_a_folder_is_read_in_the_order_of_its_files_names_and_equal_prompts_are_
     both = {held.text: environment.demonstration(held)}
     both |= {p.text: environment.demonstration(p) for p in (environment.train_prompt(0),)}
     assert both == {"first": "2", "later": "1"}
+
+
+def test_equal_prompts_with_two_answers_are_refused(tmp_path):
+    """The later answer counted, and whoever gave the earlier one was wrong."""
+    rows = [{"prompt": "say it", "answer": "2"}, {"prompt": "say it", "answer": "3"}, *ROWS]
+    with pytest.raises(ValueError, match=r"must have one answer, got '2' and '3' to 'say it'"):
+        from_files(write(tmp_path, "jsonl", rows))
 
 
 def test_chats_of_one_message_are_asked_and_others_are_refused(tmp_path):
@@ -258,12 +265,16 @@ def test_a_line_of_json_ends_at_a_line_feed_and_nowhere_else(tmp_path):
         ("rows.json", '{"rows": []}', r"a list of rows, or one under 'data'"),
         ("rows.json", "", r"a list of rows, or one under 'data'"),
         ("rows.jsonl", "[1, 2]\n", r"row 0 must be an object with fields, got \[1, 2\]"),
+        ("rows.jsonl", b'{"prompt": "caf\xe9", "answer": "1"}', r"in UTF-8, got .*rows\.jsonl: .* byte 0xe9"),
+        ("rows.parquet", b"PAR1 cut off", r"whole Parquet files, got .*rows\.parquet"),
+        ("rows.parquet", b"", r"whole Parquet files, got .*rows\.parquet"),
     ],
 )
 def test_a_file_that_is_no_table_is_named_with_the_place(tmp_path, name, text, words):
-    (tmp_path / name).write_text(text)
+    path = tmp_path / name
+    path.write_bytes(text) if isinstance(text, bytes) else path.write_text(text)
     with pytest.raises(ValueError, match=words):
-        from_files(tmp_path / name)
+        from_files(path)
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), -float("inf"), 85.0, -1.0, "1.0"])

@@ -89,6 +89,20 @@ def same_samples(one: TrainBatch, other: TrainBatch) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
+def test_a_response_that_may_leave_the_policys_context_is_refused_before_it_is_sampled(
+    run: CampaignRun,
+) -> None:
+    """Positions behind it were sampled and trained like any others, and mean nothing."""
+    version = initialize(run=run)
+    long = with_overrides(run.config, rollout__max_new_tokens=4090)  # of 4,096, and the prompt has a few
+    run = run.model_copy(update={"config": long})
+    refusal = r"must fit into the 4,096 positions of the policy, got prompt \S+ of \d+ tokens and .*=4,090"
+    with pytest.raises(ValueError, match=refusal):
+        offer_prompts(run=run, iteration=0, behavior=version)
+    with pytest.raises(ValueError, match=refusal):
+        evaluate(run=run, policy=version)
+
+
 def test_a_server_that_comes_back_with_its_log_costs_nothing(run: CampaignRun, control: TrainBatch) -> None:
     version = initialize(run=run)
     first = generate(run, version)

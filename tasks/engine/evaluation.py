@@ -8,7 +8,7 @@ from tasks.engine.protocol import Completion, Request
 from tasks.environments.protocol import Outcome, Prompt
 from tasks.environments.scorer import Sample, make_scorer
 from tasks.experience.ledger import seed_of
-from tasks.policy.tokenizer import load_tokenizer, prompt_ids
+from tasks.policy.tokenizer import load_tokenizer, prompt_ids, require_room
 from tasks.records import CampaignRun, Evaluation
 from tasks.session import run_environment
 
@@ -27,15 +27,18 @@ def held_out_score(run: CampaignRun, folder: Path, version: int, *, iteration: i
     scorer = make_scorer(run.config, environment, tokenizer, is_truth=True)
     dialogue = make_dialogue(run.config, folder)
     prompts = environment.held_out_prompts()
+    ids = [tuple(prompt_ids(tokenizer, prompt.text)) for prompt in prompts]
+    lengths = ((prompt.prompt_id, len(each)) for prompt, each in zip(prompts, ids, strict=True))
+    require_room(folder, lengths, max_new_tokens=run.config.rollout.max_new_tokens)
     scores: dict[bool, list[tuple[bool, float]]] = {}
     for greedy in (False, True):
         copies = 1 if greedy else SAMPLES_PER_PROMPT
         requests = [
             Request(
-                prompt_ids=tuple(prompt_ids(tokenizer, prompt.text)),
+                prompt_ids=tokens,
                 seeds=tuple(seed_of(run.config.seed, -1, prompt.prompt_id, index) for index in range(copies)),
             )
-            for prompt in prompts
+            for prompt, tokens in zip(prompts, ids, strict=True)
         ]
         params = sampling_params(run.config.rollout, folder, greedy=greedy)
         if dialogue is None:

@@ -51,8 +51,8 @@ def _one(config: TaskConfig, *, seed: int) -> Environment:
     except ModuleNotFoundError as error:
         if config.name == "module" and error.name == config.module:
             raise ValueError(
-                f"environment.module must name a module on the Python path, got {config.module!r}. Run from "
-                "its folder with PYTHONPATH set, or install it."
+                f"environment.module must name a module on the Python path, got {config.module!r}. Put "
+                "its file beside workflows/, add its folder to PYTHONPATH, or install it."
             ) from None
         extra = "verifiers" if config.name == "verifiers" else "environments"
         raise ModuleNotFoundError(

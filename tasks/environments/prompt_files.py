@@ -3,7 +3,7 @@ disk."""
 
 import importlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from glob import glob
 from pathlib import Path
@@ -22,6 +22,7 @@ def prompt_file_environment(config: PromptFilesConfig, *, held_out: int, seed: i
         _problem(row, config, where) for where, row in read_rows(config.path, field="prompt_files.path")
     ]
     by_text = {problem.text: problem for problem in problems}
+    _require_one_answer(problems, by_text)
     answers = [problem.answer for problem in by_text.values()]
     judge = _verifier(config)
     return ProblemEnvironment(
@@ -31,6 +32,16 @@ def prompt_file_environment(config: PromptFilesConfig, *, held_out: int, seed: i
         held_out=held_out,
         seed=seed,
     )
+
+
+def _require_one_answer(problems: Sequence[Problem], by_text: Mapping[str, Problem]) -> None:
+    """Rows that ask the same are one prompt, and one of two answers would be rewarded as wrong."""
+    for problem in problems:
+        if (other := by_text[problem.text].answer) != problem.answer:
+            raise ValueError(
+                "rows of prompt_files.path that ask the same must have one answer, got "
+                f"{problem.answer!r:.80} and {other!r:.80} to {problem.text!r:.80}. Remove the wrong one."
+            )
 
 
 def _verifier(config: PromptFilesConfig) -> Callable[[str, str], float | None]:
@@ -66,8 +77,14 @@ def _read(path: Path, field: str) -> list[Any]:
     if path.suffix == ".parquet":
         import polars as pl
 
-        return pl.read_parquet(path).to_dicts()
-    text = path.read_text(encoding="utf-8")
+        try:
+            return pl.read_parquet(path).to_dicts()
+        except pl.exceptions.PolarsError as error:
+            raise ValueError(f"{field} must name whole Parquet files, got {path}: {error}.") from None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{field} must name files in UTF-8, got {path}: {error}. Convert it.") from None
     # at line feeds alone: JSON's strings may hold what str.splitlines takes for ends of lines, such as U+2028
     parts = text.split("\n") if path.suffix == ".jsonl" else [text]
     rows: list[Any] = []

@@ -53,6 +53,11 @@ def described(config: CampaignConfig, folder: Path | None) -> Any:
         return AutoConfig.from_pretrained(where)
     if where.name in PUBLISHED:
         return AutoConfig.for_model(**PUBLISHED[where.name])
+    if not where.name:
+        raise SystemExit(
+            "the policy must have a config.json to be planned with, got model.random, which is built for one "
+            "machine and needs no plan. Give --model the folder of the policy that you mean to train."
+        )
     raise SystemExit(
         f"the policy's config.json must be readable here, got none in {where}. Give --model a folder with it."
     )

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tasks.schema import TrainFrame, make_frame, to_bytes
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
+
+
+def steps_taken(metrics: Mapping[str, float]) -> str:
+    """An update's steps, for its progress line."""
+    skipped = metrics.get("skipped_steps", 0.0)
+    of_them = f", {skipped:.0f} of them skipped: loss or gradient not finite" if skipped else ""
+    return f"{metrics['steps']:.0f} steps{of_them}"
 
 
 class NonFiniteSteps:

@@ -1,6 +1,8 @@
 """A character tokenizer for randomly initialised policies; policies from a folder bring their own."""
 
+import json
 import string
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,3 +61,29 @@ def encode(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
             "Choose a policy whose tokenizer covers it, or another environment."
         )
     return ids
+
+
+def context_length(folder: Path) -> int:
+    """Positions that the policy of a folder was made for; 0 where its config.json does not say."""
+    config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config", config)
+    positions = config.get("max_position_embeddings") or 0
+    stretched = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    original = stretched.get("original_max_position_embeddings") or positions
+    return max(positions, int(original * (stretched.get("factor") or 1)))
+
+
+def require_room(folder: Path, prompts: Iterable[tuple[str, int]], *, max_new_tokens: int) -> None:
+    """Positions behind a model's context are computed like any others, and what they say means nothing.
+
+    Args:
+        prompts: name and number of tokens of each.
+    """
+    context = context_length(folder)
+    name, longest = max(prompts, key=lambda prompt: prompt[1], default=("", 0))
+    if context and longest + max_new_tokens > context:
+        raise ValueError(
+            f"a prompt and its response must fit into the {context:,} positions of the policy, got prompt "
+            f"{name} of {longest:,} tokens and rollout.max_new_tokens={max_new_tokens:,}. Leave such prompts "
+            "out of the environment, or lower max_new_tokens."
+        )

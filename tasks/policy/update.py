@@ -21,6 +21,7 @@ from tasks.artifacts.owned import checkpoint_of
 from tasks.config import CampaignConfig
 from tasks.policy.beside import prepare, with_proximal
 from tasks.policy.fsdp import reshard_parameters
+from tasks.policy.nonfinite import steps_taken
 from tasks.policy.offload import fetch_moments
 from tasks.policy.process_group import process_group
 from tasks.policy.progress import Progress, Watchdog
@@ -197,7 +198,7 @@ class _Clock:
 
 
 def _say(batch: TrainBatch, metrics: dict[str, float], clock: _Clock, means: dict[str, str]) -> None:
-    text = f"{metrics['steps']:.0f} steps, loss {metrics.get('policy_loss', math.nan):.4f}, "
+    text = f"{steps_taken(metrics)}, loss {metrics.get('policy_loss', math.nan):.4f}, "
     if batch.objective == "clipped_policy" and "kl_k3" in metrics:
         text += f"KL {metrics['kl_k3']:.4f}, entropy {metrics['entropy']:.3f}, "
         text += f"clipped {metrics['clip_share']:.1%}, "
