@@ -1,15 +1,21 @@
 """Stage boundaries refuse bad rows and name them with the rule."""
 
+import pandera.polars as pa
 import polars as pl
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tasks.schema import (
+    PARTS,
+    VERSION_SPANS,
     PromptFrame,
     RolloutFrame,
     SchemaViolation,
     ScoredFrame,
     TrainFrame,
     from_bytes,
+    is_good,
     make_frame,
     polars_schema,
     to_bytes,
@@ -108,3 +114,91 @@ def test_columns_must_be_exactly_those_of_the_schema():
             validated(changed, RolloutFrame)
     with pytest.raises(SchemaViolation, match="dtype"):
         validated(frame.with_columns(pl.col("prompt_ids").cast(pl.List(pl.Int64))), RolloutFrame)
+
+
+def spans(*pairs):
+    return [{"policy_version": version, "num_tokens": count} for version, count in pairs]
+
+
+NAN, INF = float("nan"), float("inf")
+VALUES = {
+    pl.Int64: [None, -2, -1, 0, 5, 7],
+    pl.String: [None, "", "q", "stop", "tired", "score", "abstain", "failure"],
+    pl.Float64: [None, NAN, INF, -INF, -0.1, 0.0, 0.5, 1.5],
+    pl.Boolean: [None, True],
+    pl.Binary: [None],  # pandera never sees bytes
+    pl.List(pl.Int32): [None, [], [1], [1, 2], [1, None]],
+    pl.List(pl.Float32): [None, [], [-1.0], [-1, 0], [NAN, -1], [-INF, -1], [0.5, -1], [None, -1.0]],
+    pl.List(pl.Boolean): [None, [], [True], [True, True], [False, True], [None, True]],
+    PARTS: [None, []],
+    VERSION_SPANS: [
+        None, [], spans((5, 2)), spans((5, 1)), spans((6, 2)), spans((5, 1), (6, 1)), spans((6, 1), (5, 1)),
+        spans((5, 2), (5, 0)), spans((5, None)), spans((None, 2)),
+    ],
+}  # fmt: skip
+
+
+OUTCOMES = [
+    {"outcome": "score"},
+    {"outcome": "abstain", "reward": None},
+    {"outcome": "failure", "reward": None, "reason": "q"},
+]
+OTHER = {
+    "a column too few": lambda frame, name: frame.drop(name),
+    "a column too many": lambda frame, name: frame.with_columns(pl.col(name).alias("extra")),
+    "another type": lambda frame, name: frame.with_columns(pl.lit(1, pl.Int8).alias(name)),
+    "another order": lambda frame, name: frame.select(name, pl.exclude(name)),
+    "a row twice": lambda frame, name: pl.concat([frame, frame[:1]]),
+}
+
+
+def good_rows(schema):
+    return [GOOD[schema] | outcome for outcome in OUTCOMES] if schema is ScoredFrame else [GOOD[schema]]
+
+
+def unchecked(rows, schema):
+    types = polars_schema(schema)
+    return pl.DataFrame({name: [row.get(name) for row in rows] for name in types}, schema=types)
+
+
+def require_agreement(frame, schema):
+    try:
+        schema.validate(frame, lazy=True)
+    except pa.errors.SchemaErrors:
+        assert not is_good(frame, schema)
+    else:
+        assert is_good(frame, schema)
+
+
+@pytest.mark.parametrize("schema", GOOD, ids=lambda schema: schema.__name__)
+def test_the_one_query_judges_every_single_change_of_a_good_row_as_pandera_does(schema):
+    for row in good_rows(schema):
+        for name, dtype in polars_schema(schema).items():
+            for value in VALUES[dtype]:
+                require_agreement(unchecked([row | {name: value}], schema), schema)
+
+
+@st.composite
+def frames(draw, schema):
+    """Good rows with up to two changed values, and perhaps other columns; often still good."""
+    names = st.sampled_from(list(polars_schema(schema)))
+    rows = [draw(st.sampled_from(good_rows(schema))) | {"prompt_id": f"p{i}"}
+            for i in range(draw(st.integers(0, 3)))]  # fmt: skip
+    for row in draw(st.lists(st.sampled_from(rows), max_size=2)) if rows else ():
+        name = draw(names)
+        row[name] = draw(st.sampled_from(VALUES[polars_schema(schema)[name]]))
+    frame, change = unchecked(rows, schema), draw(st.sampled_from([None, *OTHER]))
+    return OTHER[change](frame, draw(names)) if change else frame
+
+
+@pytest.mark.parametrize("schema", GOOD, ids=lambda schema: schema.__name__)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_the_one_query_judges_frames_as_pandera_does(schema, data):
+    require_agreement(data.draw(frames(schema)), schema)
+
+
+def test_a_token_that_is_no_32_bit_integer_raises_instead_of_becoming_null():
+    for token in (2**40, 1.5, "7"):
+        with pytest.raises(TypeError):
+            make_frame([ROLLOUT | {"response_ids": [3, token]}], RolloutFrame)
