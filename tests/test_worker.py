@@ -1,11 +1,13 @@
 """The worker loop on a real queue."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from policies import save_tiny_policy
 
 from tasks.engine.embedded import EmbeddedEngine
 from tasks.engine.notices import Departure
+from tasks.engine.overlap import drain_together
 from tasks.engine.protocol import SamplingParams
 from tasks.engine.worker import RolloutWorker, WorkDone
 from tasks.experience.buffer import ExperienceBuffer
@@ -103,6 +106,25 @@ def test_a_failing_worker_hands_its_lease_back_at_once(buffer, folder):
     with pytest.raises(RuntimeError, match="engine died"):
         work(buffer, folder, "a", engine=engine)
     assert len(buffer.lease("b", iteration=2, policy_version=5)) == 1  # no waiting for the expiry
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_portions_sampled_at_once_keep_the_collector_from_what_was_there_before(buffer, folder, fails):
+    put(buffer, 2)
+    old, counts = gc.get_objects(), []
+
+    class Counts(EmbeddedEngine):
+        def generate(self, requests, params):
+            counts.append(gc.get_freeze_count())
+            return (Fails if fails else EmbeddedEngine).generate(self, requests, params)
+
+    members = [member(buffer, name, engine=Counts(batch_size=16)) for name in "ab"]
+    for one in members:
+        one.engine.load(folder, 5)
+    with pytest.raises(RuntimeError, match="engine died") if fails else nullcontext():
+        drain_together(members, 2)
+    assert counts and min(counts) > 0.9 * len(old)
+    assert gc.get_freeze_count() == 0
 
 
 def test_the_same_portion_sampled_twice_gives_the_same_samples(buffer, valkey_url, campaign, folder):

@@ -1,9 +1,11 @@
 """Several portions sampled at once by one process, so that a server has work at the end of each."""
 
+import gc
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from tasks.engine.worker import RolloutWorker, WorkDone
 
@@ -38,7 +40,7 @@ def drain_together(
                 break
         return parts
 
-    with ThreadPoolExecutor(len(members), thread_name_prefix="portion") as pool:
+    with old_objects_apart(), ThreadPoolExecutor(len(members), thread_name_prefix="portion") as pool:
         parts = [part for member in pool.map(work, members) for part in member]
     return WorkDone(
         num_portions=sum(part.num_portions for part in parts),
@@ -47,3 +49,17 @@ def drain_together(
         num_tokens=sum(part.num_tokens for part in parts),
         seconds=sum(part.seconds for part in parts) / len(members),
     )
+
+
+@contextmanager
+def old_objects_apart() -> Iterator[None]:
+    """While the block runs, garbage is looked for only among what it makes.
+
+    Answers are thousands of lists, which has Python look through all 470,000 objects that PyTorch and its kin
+    left, about once in a thousand samples and for 0.4 s, in which no request goes out.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -74,7 +74,7 @@ def completion(answer: dict[str, Any], *, routing_shape: tuple[int, int]) -> Com
         )
     return Completion(
         response_ids=ids,
-        logprobs=[min(value, 0.0) for value in logprobs],
+        logprobs=[value if value < 0 else 0.0 for value in logprobs],
         finish_reason=meta["finish_reason"]["type"],
         routed_experts=_routed_experts(meta.get("routed_experts"), routing_shape),
         version_spans=version_spans(meta),
