@@ -68,11 +68,15 @@ class Recorded(BaseHTTPRequestHandler):
         if state.get("dies_at") == state["generated"]:
             state["is_dead"] = True
             return self.hang_up()
+        if len(body["input_ids"][0]) > state.get("context", 10**6):
+            return self.reply({"error": {"message": "longer than the model's context length"}}, 400)
         state["running"] = state.get("running", 0) + 1
         time.sleep(state.get("seconds", 0.0))
         state["running"] -= 1
         meta = {"weight_version": state.get("lies", state["version"])}
-        reason = state.get("reason", {"type": "stop", "matched": 1})
+        is_ended = state.get("aborts_until", 0) >= state["generated"]
+        stop = {"type": "abort", "message": "ended"} if is_ended else {"type": "stop", "matched": 1}
+        reason = state.get("reason", stop)
         return self.reply([answer(**meta, id=rid, finish_reason=reason) for rid in body["rid"]])
 
     def hang_up(self):

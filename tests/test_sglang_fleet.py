@@ -90,6 +90,30 @@ def test_an_abort_that_nobody_asked_for_is_an_error(untied):
             engine.generate(REQUESTS, PARAMS)
 
 
+def test_requests_that_a_server_aborts_as_it_ends_go_to_the_others(untied):
+    """They ended the worker, though another server was there."""
+    with recorded() as first, recorded(aborts_until=10**6) as second:
+        engine = attached(first, second)
+        engine.load(untied[0], 3)
+        groups = engine.generate(REQUESTS * 4, PARAMS)
+        assert {completion.finish_reason for group in groups for completion in group} == {"stop"}
+        assert "aborted by the server" in engine.describe() and second.state["generated"] >= 3
+
+
+def test_a_request_that_no_server_takes_leaves_all_in_service(untied):
+    """A prompt behind the context counted as a failure of each server that refused it, until none was left."""
+    with recorded(context=8) as first, recorded(context=8) as second:
+        engine = attached(first, second)
+        engine.load(untied[0], 3)
+        long = Request(prompt_ids=(2, *[9] * 8), seeds=(0,))
+        for _ in range(2):
+            with pytest.raises(SglangError, match=r"answered 400: .*context length"):
+                engine.generate([long], PARAMS)
+        assert len(engine.fleet.serving) == 2
+        assert first.state.get("generated", 0) + second.state.get("generated", 0) == 2, "asked once each time"
+        assert len(engine.generate(REQUESTS, PARAMS)) == 4
+
+
 def test_a_server_that_dies_hands_its_requests_to_the_others(untied):
     with recorded() as first, recorded(dies_at=2) as second:
         engine = attached(first, second)

@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from tasks.engine.sglang_adoption import (
     update,
     verify,
 )
-from tasks.engine.sglang_client import Address, Budget, Client, Loop, SglangError
+from tasks.engine.sglang_client import Address, Budget, Client, Loop, RequestRefused, SglangError
 from tasks.engine.sglang_format import completion, request_body, single_bodies
 from tasks.engine.sglang_fp8 import quantised_folder
 from tasks.engine.sglang_model import routing_shape, served_folder, vocabulary
@@ -131,16 +131,21 @@ class Fleet:
     def _fit_budget(self) -> None:
         self.budget.size = int(self.config.max_running_requests * len(self.serving) * OVERCOMMIT)
 
-    async def send(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The answers of a group, from the server with the least on its way; another one if that fails."""
+    async def send(self, body: dict[str, Any], is_aborted: Callable[[], bool]) -> list[dict[str, Any]]:
+        """The answers of a group, from the server with the least on its way; another one if that fails, or
+        aborts what nobody wanted aborted, as one does that is told to end."""
         count = len(body["rid"])
         for tries_left in reversed(range(self.config.max_failures)):
             address = self._choose()
             address.num_sequences += count
             try:
                 answers = await self._post(address, body)
+                if not is_aborted():
+                    _require_unaborted(answers)
                 address.failures = 0
                 return answers
+            except RequestRefused:  # as every server would; counted, it took one after the other out
+                raise
             except SglangError as error:
                 if not await self._survives(address, error) or not tries_left:
                     raise
@@ -265,7 +270,7 @@ class SglangEngine:
                 return [Completion(response_ids=[], logprobs=[], finish_reason="abort") for _ in names]
             self._running |= dict.fromkeys(names)
             body = request_body(request, names, params, vocab_size=self.fleet.vocab_size)
-            answers = await self.fleet.send(body)
+            answers = await self.fleet.send(body, self._is_aborted.is_set)
         for name in names:
             self._running.pop(name, None)
         return [self._completion(answer, since) for answer in answers]
@@ -280,9 +285,6 @@ class SglangEngine:
                 f"server reports {meta['weight_version']!r}. Another client loaded it; give each campaign "
                 "its own servers."
             )
-        reason = meta["finish_reason"]["type"]
-        if reason == "abort" and not self._is_aborted.is_set():
-            raise SglangError(f"request {meta['id']} was aborted by the server: {meta['finish_reason']}")
         return completion(answer, routing_shape=self.fleet.routing_shape)
 
     async def _attend_abort(self) -> None:
@@ -306,6 +308,12 @@ class SglangEngine:
                     f"prompt ids must be in 0..{self.fleet.vocab_size - 1} and at least one, got "
                     f"{wrong or 'none'}."
                 )
+
+
+def _require_unaborted(answers: Sequence[dict[str, Any]]) -> None:
+    for meta in (answer["meta_info"] for answer in answers):
+        if meta["finish_reason"]["type"] == "abort":
+            raise SglangError(f"request {meta['id']} was aborted by the server: {meta['finish_reason']}")
 
 
 def _close(loop: Loop, client: Client) -> None:

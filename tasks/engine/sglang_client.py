@@ -28,6 +28,13 @@ class SglangError(RuntimeError):
     """A server refused, broke off or lied; the text names it."""
 
 
+class RequestRefused(SglangError):
+    """What was asked for cannot be had, such as a prompt longer than the context: no server is to blame."""
+
+
+REFUSALS = (400, 413, 422)
+
+
 class Address:
     """One server: where it is, what it has on its way, how often in a row it failed, why it is out."""
 
@@ -152,7 +159,8 @@ class Client:
         async with self.session.request(method, url, json=body, timeout=timeout) as response:
             if not response.ok:
                 text = (await response.text())[:500]
-                raise SglangError(f"{url} answered {response.status}: {text}")
+                kind = RequestRefused if response.status in REFUSALS else SglangError
+                raise kind(f"{url} answered {response.status}: {text}")
             if response.content_type != "application/json":
                 return await response.text()
             return await response.json()
