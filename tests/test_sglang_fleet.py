@@ -101,7 +101,7 @@ def test_requests_that_a_server_aborts_as_it_ends_go_to_the_others(untied):
 
 
 def test_a_request_that_no_server_takes_leaves_all_in_service(untied):
-    """A prompt behind the context counted as a failure of each server that refused it, until none was left."""
+    """A prompt behind the context counted as a failure of each server that refused it; none was left."""
     with recorded(context=8) as first, recorded(context=8) as second:
         engine = attached(first, second)
         engine.load(untied[0], 3)
