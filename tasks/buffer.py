@@ -115,10 +115,11 @@ def require_signal(batch: TrainBatch, scores: ScoreReport, *, control: str) -> N
     elif control != "none":
         text = f"every sample earned the same {control} reward, nothing is left to learn"
     else:
+        cut = "no response ended: raise rollout.max_new_tokens, " if scores.finished_share == 0 else ""
         raise RuntimeError(
             f"iteration {batch.iteration}: at least one group must have differing rewards, got none: "
             f"{batch.rejected}. Every sample of every prompt earned the same reward, so there is nothing to "
-            "learn from: make the task easier or harder, raise rollout.group_size or rollout.temperature, or "
-            "warm-start longer."
+            f"learn from: {cut}make the task easier or harder, raise rollout.group_size or "
+            "rollout.temperature, or warm-start longer."
         )
     say("assemble", text, iteration=batch.iteration)

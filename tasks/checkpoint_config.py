@@ -43,6 +43,7 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _the_store_is_an_address(self) -> Self:
         is_bucket = re.match(r"s3://[^/]", self.store)
-        if not is_bucket and (not self.store.strip() or "://" in self.store):
+        is_folder = self.store.strip() and "://" not in self.store and not self.store.startswith("s3:")
+        if not is_bucket and not is_folder:
             raise ValueError(f"store must be s3://bucket/prefix or a folder, got {self.store!r}. Set it so.")
         return self

@@ -8,14 +8,17 @@ field, the relation, the values and what to do.
 
 import hashlib
 import json
+import re
+from dataclasses import replace
 from typing import Any, Self
 
 import click
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from tasks.algorithm_config import AlgorithmConfig
 from tasks.checkpoint_config import CheckpointConfig
 from tasks.environment_config import EnvironmentConfig
+from tasks.grid import Grid
 from tasks.model_config import ModelConfig, WarmStartConfig
 from tasks.preflight_config import PreflightConfig
 from tasks.reward_config import RewardConfig
@@ -45,7 +48,7 @@ class ScheduleConfig(Section):
 class CampaignConfig(Section):
     """One campaign: the value of ``--config``, of a launch plan's fixed input and of a schedule."""
 
-    name: str = Field(default="laptop", pattern=r"^[a-z0-9][a-z0-9-]{2,62}$")
+    name: str = "laptop"
     seed: int = Field(default=0, ge=0, lt=2**63)
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -58,6 +61,16 @@ class CampaignConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     preflight: PreflightConfig = PreflightConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _the_name_fits_labels_and_folders(cls, name: str) -> str:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]", name):
+            raise ValueError(
+                "must be 3 to 63 lower-case letters, digits and hyphens, and begin and end with a letter or "
+                f"digit, as labels of Kubernetes do, got {name!r}. Choose such a name."
+            )
+        return name
 
     @model_validator(mode="after")
     def _relations_between_sections(self) -> Self:
@@ -104,12 +117,13 @@ class CampaignConfig(Section):
         """Against what the configuration knows of the model; a checkpoint's own file says the rest."""
         grid, (field, experts) = self.train.grid, self.model.experts
         product = "fsdp" if grid.cp * grid.tp == 1 else "fsdp * cp * tp"
-        for name, size in (("ep", grid.ep), (product, grid.expert_shards)):
+        for axis, name, size in (("ep", "ep", grid.ep), ("fsdp", product, grid.expert_shards)):
             if experts % size:
-                both = [size for size in divisors(grid.stage_size) if experts % size == 0]
+                sizes = divisors(grid.stage_size)
+                choices = [n for n in sizes if _holds(replace(grid, **{axis: n}), experts)]
                 raise ValueError(
-                    f"train.{name} must divide {field}, got {name}={size}, num_experts={experts}. "
-                    f"Set train.{name} to one of {both}."
+                    f"train.{name} must divide {field}, got {name}={size}, num_experts={experts}. Set "
+                    f"train.{axis} to one of {choices or [n for n in sizes if experts % n == 0]}."
                 )
         if not self.model.folder:
             shape = self.model.random
@@ -195,6 +209,14 @@ class CampaignConfig(Section):
     def digest(self) -> str:
         """Hex digest of the values; equal for equal values however they were written."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+def _holds(grid: Grid, experts: int) -> bool:
+    """Whether the sizes make a grid over which so many experts can be dealt out."""
+    try:
+        return experts % grid.checked().expert_shards == 0 and experts % grid.ep == 0
+    except ValueError:
+        return False
 
 
 def with_overrides(config: CampaignConfig, **overrides: str | int | float | None) -> CampaignConfig:

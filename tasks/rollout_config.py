@@ -58,7 +58,7 @@ class RolloutConfig(Section):
     batch_size: int = Field(default=512, ge=1)
     """Sequences the embedded engine decodes, and a worker publishes, together: what a lost worker may have to
     redo."""
-    lease_seconds: float = Field(default=60.0, gt=0)
+    lease_seconds: float = Field(default=60.0, ge=0.001)
     """A lease that is not renewed for this long passes to another worker."""
     grace_seconds: float = Field(default=60.0, ge=0)
     """What a worker that has to leave (SIGTERM, Spot notice) spends on finishing samples; then it aborts

@@ -40,5 +40,5 @@ def test_a_configuration_that_cannot_be_read_ends_a_command_in_a_few_words(comma
 
 
 def test_a_name_that_no_campaign_can_have_ends_a_command_in_a_few_words(tmp_path):
-    with pytest.raises(SystemExit, match=r"name: String should match pattern .*, got 'No Such!'"):
+    with pytest.raises(SystemExit, match=r"name: must be 3 to 63 lower-case letters, .*, got 'No Such!'"):
         watch.main(["--once", "--store", str(tmp_path), "--campaign", "No Such!"])

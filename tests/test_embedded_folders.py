@@ -1,5 +1,6 @@
 """Folders of embedded servers: what a lost power leaves in them, and what they may be called."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,18 @@ def test_files_that_a_lost_power_left_empty_or_cut_do_not_keep_a_server_down(
 def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     assert ping(ensure_valkey(tmp_path / name)) == b"+OK\r\n+PONG\r\n"
     assert list((tmp_path / name / "valkey/data").iterdir()), "the append-only file"
+
+
+def test_a_folder_of_another_user_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """It was "Permission denied: '.../server.json'"."""
+    user, folder = os.geteuid(), tmp_path / "store"
+    folder.mkdir(mode=0o500)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(
+            ValueError, match=r"store/valkey must belong to the user .* Permission denied for "
+        ):
+            ensure_valkey(folder)
+    finally:
+        os.seteuid(user)

@@ -75,8 +75,16 @@ def test_a_task_that_nobody_gets_right_stops_with_what_to_do(folder, monkeypatch
 
 def test_a_control_that_has_learned_to_be_wrong_goes_on(capsys):
     batch = TrainBatch.model_construct(iteration=3, num_samples=0, rejected={"zero_variance": 8})
-    scores = ScoreReport.model_construct(exact_share=0.0)
+    scores = ScoreReport.model_construct(exact_share=0.0, finished_share=0.5)
     require_signal(batch, scores, control="flipped")
     assert "every sample earned the same flipped reward" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="at least one group must have differing rewards"):
+        require_signal(batch, scores, control="none")
+
+
+def test_samples_that_were_all_cut_off_are_told_by_their_length():
+    """The text advised to make the task easier where each response was one token short."""
+    batch = TrainBatch.model_construct(iteration=3, num_samples=0, rejected={"zero_variance": 8})
+    scores = ScoreReport.model_construct(exact_share=0.0, finished_share=0.0)
+    with pytest.raises(RuntimeError, match=r"no response ended: raise rollout\.max_new_tokens"):
         require_signal(batch, scores, control="none")

@@ -89,13 +89,20 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 def ensure_running(server: Server, folder: Path, *, port: int = 0) -> list[int]:
     """Ports of the running server of ``folder``; starts it if needed. About 0.2 ms when it runs already."""
-    ports = _join(folder)
-    if ports is None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users of the machine stay out
-        with exclusive(folder / "start.lock", deadline_s=2 * server.deadline_s):
-            ports = _wait_for_join(server, folder)
-            if ports is None:
-                ports = _start(server, folder, port)
+    try:
+        ports = _join(folder)
+        if ports is None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users of the machine stay out
+            with exclusive(folder / "start.lock", deadline_s=2 * server.deadline_s):
+                ports = _wait_for_join(server, folder)
+                if ports is None:
+                    ports = _start(server, folder, port)
+    except PermissionError as error:
+        raise ValueError(
+            f"{folder} must belong to the user that runs this, {os.geteuid()}, who must write into it, got "
+            f"{error.strerror} for {error.filename}. An embedded server is one user's: choose a folder of "
+            "your own (checkpoint.store), or share an S3 service."
+        ) from error
     if port not in (0, ports[0]):
         raise ValueError(
             f"{server.port_field} must be the port of the server that already runs in {folder}, got {port}, "
