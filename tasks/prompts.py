@@ -67,7 +67,7 @@ def _offer(
         tokenizer = load_tokenizer(folder)
         ids = {p.prompt_id: prompt_ids(tokenizer, p.text) for p in prompts}
         lengths = ((name, len(tokens)) for name, tokens in ids.items())
-        require_room(folder, lengths, max_new_tokens=rollout.max_new_tokens)
+        require_room(folder, lengths, max_new_tokens=rollout.max_new_tokens, limit=rollout.context_limit)
     rows = [{"iteration": iteration, "prompt_id": name, "prompt_ids": each} for name, each in ids.items()]
     parts = [rows[i : i + rollout.groups_per_portion] for i in range(0, count, rollout.groups_per_portion)]
     items = [

@@ -91,6 +91,11 @@ class RolloutConfig(Section):
         return self.prompts_per_iteration * self.group_size
 
     @property
+    def context_limit(self) -> int:
+        """Positions that the engine serves, where that is bounded; 0 = the policy's own."""
+        return self.sglang.context_length if self.engine == "sglang" else 0
+
+    @property
     def is_repeatable(self) -> bool:
         """Whether the engine gives the same tokens for the same sample, whatever it samples beside it."""
         return self.engine == "embedded" or self.sglang.deterministic
@@ -101,6 +106,11 @@ class RolloutConfig(Section):
             raise ValueError(
                 "portions_at_once must be 1 for the embedded engine, which fills a batch with one portion, "
                 f"got {self.portions_at_once}. Raise groups_per_portion or workers instead."
+            )
+        if 0 < self.context_limit <= self.max_new_tokens:
+            raise ValueError(
+                "sglang.context_length must exceed max_new_tokens, or be 0 for the policy's own, got "
+                f"{self.context_limit} <= {self.max_new_tokens}. Raise it, or lower max_new_tokens."
             )
         if self.engine == "sglang" and self.record_routing == "experts_and_weights":
             raise ValueError(

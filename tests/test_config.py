@@ -162,6 +162,13 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
         ({"checkpoint": {"store": "s3:/bucket/x"}}, ["store must be s3://bucket/prefix", "'s3:/bucket/x'"]),
         ({"name": "ep"}, ["name: must be 3 to 63 lower-case letters", "got 'ep'"]),
         ({"name": "over-"}, ["name: must be 3 to 63 lower-case letters", "end with a letter or digit"]),
+        (
+            {
+                "rollout": {"engine": "sglang", "sglang": {"context_length": 8}},
+                "model": {"dtype": "bfloat16"},
+            },
+            ["sglang.context_length must exceed max_new_tokens", "8 <= 8"],
+        ),
         ({"rollout": {"lease_seconds": 1e-6}}, ["rollout.lease_seconds: ", "0.001", "got 1e-06"]),
         (
             {

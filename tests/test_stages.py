@@ -23,6 +23,7 @@ from tasks.embedded.files import is_held
 from tasks.evaluate import evaluate
 from tasks.experience.errors import IterationDropped, WorkerBarred
 from tasks.experience.records import Group
+from tasks.policy.tokenizer import require_room
 from tasks.prompts import offer_prompts
 from tasks.records import CampaignRun, PolicyVersion, RolloutReport, TrainBatch
 from tasks.reward import score
@@ -101,6 +102,8 @@ def test_a_response_that_may_leave_the_policys_context_is_refused_before_it_is_s
         offer_prompts(run=run, iteration=0, behavior=version)
     with pytest.raises(ValueError, match=refusal):
         evaluate(run=run, policy=version)
+    with pytest.raises(ValueError, match=r"into the 12 positions of the policy that are served"):
+        require_room(run_store(run).pull(version), [("p", 5)], max_new_tokens=8, limit=12)
 
 
 def test_a_server_that_comes_back_with_its_log_costs_nothing(run: CampaignRun, control: TrainBatch) -> None:

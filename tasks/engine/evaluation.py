@@ -29,7 +29,8 @@ def held_out_score(run: CampaignRun, folder: Path, version: int, *, iteration: i
     prompts = environment.held_out_prompts()
     ids = [tuple(prompt_ids(tokenizer, prompt.text)) for prompt in prompts]
     lengths = ((prompt.prompt_id, len(each)) for prompt, each in zip(prompts, ids, strict=True))
-    require_room(folder, lengths, max_new_tokens=run.config.rollout.max_new_tokens)
+    rollout = run.config.rollout
+    require_room(folder, lengths, max_new_tokens=rollout.max_new_tokens, limit=rollout.context_limit)
     scores: dict[bool, list[tuple[bool, float]]] = {}
     for greedy in (False, True):
         copies = 1 if greedy else SAMPLES_PER_PROMPT

@@ -73,17 +73,21 @@ def context_length(folder: Path) -> int:
     return max(positions, int(original * (stretched.get("factor") or 1)))
 
 
-def require_room(folder: Path, prompts: Iterable[tuple[str, int]], *, max_new_tokens: int) -> None:
+def require_room(
+    folder: Path, prompts: Iterable[tuple[str, int]], *, max_new_tokens: int, limit: int = 0
+) -> None:
     """Positions behind a model's context are computed like any others, and what they say means nothing.
 
     Args:
         prompts: name and number of tokens of each.
+        limit: positions that the engine serves; 0 = all of the policy's.
     """
-    context = context_length(folder)
+    context = min(filter(None, (context_length(folder), limit)), default=0)
     name, longest = max(prompts, key=lambda prompt: prompt[1], default=("", 0))
+    those = "policy that are served" if limit else "policy"
     if context and longest + max_new_tokens > context:
         raise ValueError(
-            f"a prompt and its response must fit into the {context:,} positions of the policy, got prompt "
+            f"a prompt and its response must fit into the {context:,} positions of the {those}, got prompt "
             f"{name} of {longest:,} tokens and rollout.max_new_tokens={max_new_tokens:,}. Leave such prompts "
             "out of the environment, or lower max_new_tokens."
         )
