@@ -260,7 +260,7 @@ def bench_fp8(width: int, card: Card) -> None:
 def bench_loss(card: Card) -> None:
     """All that the objective of a micro-batch does beside the model; bytes are its inputs and gradients."""
     from tasks.algorithm_config import AlgorithmConfig
-    from tasks.policy.fused_loss import fused_policy_objective
+    from tasks.policy.step.fused_loss import fused_policy_objective
     from tasks.rl.objective import policy_objective
 
     algorithm = AlgorithmConfig(kl="loss", kl_coefficient=0.05, dual_clip=3.0)

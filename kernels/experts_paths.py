@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.experts import attach_dispatcher
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.parallel.experts import attach_dispatcher
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

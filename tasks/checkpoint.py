@@ -106,7 +106,7 @@ def hand_on(
 def initialize(run: CampaignRun) -> PolicyVersion:
     """Version 0: a Hugging Face folder adopted as it is, or a random policy."""
     say("init", f"version 0 from {run.config.model.folder or 'a random policy'}")
-    from tasks.policy.initial import initial_manifest
+    from tasks.policy.checkpoint.initial import initial_manifest
 
     store = run_store(run)
     version = store.commit(initial_manifest(store, run))

@@ -28,7 +28,7 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs, TaskPlugins
 from flytekitplugins.kfpytorch.task import Elastic, PytorchElasticFunctionTask
 
-PRELOADED = ["__main__", "tasks.train", "tasks.policy.update"]
+PRELOADED = ["__main__", "tasks.train", "tasks.policy.training.update"]
 """What the ranks' server imports; it must leave CUDA alone, which no forked process can use again."""
 
 

@@ -51,7 +51,7 @@ def _offer(
     """Put ``count`` prompts on the queue, from the ``first`` of those reserved for the iteration."""
     from tasks.artifacts.cursor import first_prompt
     from tasks.experience.records import WorkItem
-    from tasks.policy.tokenizer import load_tokenizer, prompt_ids, require_room
+    from tasks.policy.models.tokenizer import load_tokenizer, prompt_ids, require_room
     from tasks.schema import PromptFrame, make_frame, to_bytes
 
     rollout, environment = run.config.rollout, run_environment(run)
@@ -130,8 +130,8 @@ def demonstrations(run: CampaignRun, policy: PolicyVersion) -> TrainBatch:
     import hashlib
 
     from tasks.environments.demonstrations import demonstrated
-    from tasks.policy.chat import Chat
-    from tasks.policy.tokenizer import load_tokenizer, prompt_ids
+    from tasks.policy.models.chat import Chat
+    from tasks.policy.models.tokenizer import load_tokenizer, prompt_ids
     from tasks.schema import TrainFrame, make_frame, to_bytes
 
     start = time.time()

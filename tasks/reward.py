@@ -30,7 +30,7 @@ def score(
     from tasks.engine.standing_pool import await_queue, pool_reports
     from tasks.environments.intake import Intake
     from tasks.environments.scorer import make_scorer
-    from tasks.policy.tokenizer import load_tokenizer
+    from tasks.policy.models.tokenizer import load_tokenizer
 
     start, buffer, iteration = time.monotonic(), run_buffer(run), prompts.iteration
     if sealed := find_sealed(run, iteration):

@@ -34,7 +34,7 @@ def _placed(topology: str) -> dict[str, Any]:
 @task(task_config=_elastic("single_1x1"), **_placed("single_1x1"))
 def update_policy_single_1x1(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
     """Train ``policy`` on ``batch``; 1 rank."""
-    from tasks.policy.update import update
+    from tasks.policy.training.update import update
 
     return update(run, batch, policy)
 
@@ -42,7 +42,7 @@ def update_policy_single_1x1(run: CampaignRun, batch: TrainBatch, policy: Policy
 @task(task_config=_elastic("laptop_1x2"), **_placed("laptop_1x2"))
 def update_policy_laptop_1x2(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
     """Train ``policy`` on ``batch``; 1 node of 2 ranks."""
-    from tasks.policy.update import update
+    from tasks.policy.training.update import update
 
     return update(run, batch, policy)
 
@@ -50,7 +50,7 @@ def update_policy_laptop_1x2(run: CampaignRun, batch: TrainBatch, policy: Policy
 @task(task_config=_elastic("node_1x8"), **_placed("node_1x8"))
 def update_policy_node_1x8(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
     """Train ``policy`` on ``batch``; 1 node of 8 ranks."""
-    from tasks.policy.update import update
+    from tasks.policy.training.update import update
 
     return update(run, batch, policy)
 
@@ -58,7 +58,7 @@ def update_policy_node_1x8(run: CampaignRun, batch: TrainBatch, policy: PolicyVe
 @task(task_config=_elastic("cluster_16x8"), **_placed("cluster_16x8"))
 def update_policy_cluster_16x8(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
     """Train ``policy`` on ``batch``; 16 nodes of 8 ranks."""
-    from tasks.policy.update import update
+    from tasks.policy.training.update import update
 
     return update(run, batch, policy)
 
@@ -66,7 +66,7 @@ def update_policy_cluster_16x8(run: CampaignRun, batch: TrainBatch, policy: Poli
 @task(**placement.CPU.task_arguments())
 def await_update(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Candidate:
     """The update stage of a standing trainer: ask it, and wait for the candidate."""
-    from tasks.policy.request import await_candidate
+    from tasks.policy.training.request import await_candidate
 
     return await_candidate(run, batch, policy)
 

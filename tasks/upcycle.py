@@ -204,7 +204,7 @@ def routers(
 
 
 def _tensor_files(source: Path) -> list[Path]:
-    from tasks.policy.model import tensor_files
+    from tasks.policy.models.model import tensor_files
 
     return tensor_files(source, "model")
 

@@ -121,11 +121,11 @@ def bench_stall(options: argparse.Namespace) -> None:
     """Snapshots of a policy and its optimizer between steps; the last one's weights are loaded again."""
     from policies import write_shard
 
-    from tasks.policy.dispatch import LocalDispatcher
-    from tasks.policy.model import load_policy
-    from tasks.policy.trainer import make_optimizer
-    from tasks.policy.upload import named_tensors, reserved_arena
-    from tasks.policy.weights import CONFIG, write_index
+    from tasks.policy.checkpoint.upload import named_tensors, reserved_arena
+    from tasks.policy.checkpoint.weights import CONFIG, write_index
+    from tasks.policy.dispatch.dispatcher import LocalDispatcher
+    from tasks.policy.models.model import load_policy
+    from tasks.policy.step.trainer import make_optimizer
 
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder, again = Path(name), Path(name) / "again"

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from tasks.deepep_config import DeepEPConfig
 from tasks.nvlink_config import NVLinkConfig
-from tasks.policy.deepep import make_deepep
-from tasks.policy.dispatch import Dispatcher, ExchangeShape, make_dispatcher
-from tasks.policy.experts import ExpertShard, local_experts
-from tasks.policy.nvlink import make_nvlink
+from tasks.policy.dispatch.deepep import make_deepep
+from tasks.policy.dispatch.dispatcher import Dispatcher, ExchangeShape, make_dispatcher
+from tasks.policy.dispatch.nvlink import make_nvlink
+from tasks.policy.parallel.experts import ExpertShard, local_experts
 
 SIZES = {2048: 128, 7168: 256}
 """Features -> experts of the models that have them."""

@@ -25,13 +25,13 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tasks.artifacts.owned import Checkpoint, checkpoint_of
 from tasks.artifacts.store import PolicyStore, open_store
-from tasks.policy.dispatch import make_dispatcher
-from tasks.policy.mesh import ParallelMesh, make_mesh
-from tasks.policy.model import load_policy
-from tasks.policy.parallel import distribute
-from tasks.policy.trainer import make_optimizer
-from tasks.policy.upload import store_shards
-from tasks.policy.weights import load_optimizer
+from tasks.policy.checkpoint.upload import store_shards
+from tasks.policy.checkpoint.weights import load_optimizer
+from tasks.policy.dispatch.dispatcher import make_dispatcher
+from tasks.policy.models.model import load_policy
+from tasks.policy.parallel.distribute import distribute
+from tasks.policy.parallel.mesh import ParallelMesh, make_mesh
+from tasks.policy.step.trainer import make_optimizer
 
 RANKS, NODES, MESH = 4, 2, {"ep": 2, "fsdp": 4}
 SHAPE = {

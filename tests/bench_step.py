@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tasks.algorithm_config import AlgorithmConfig
-from tasks.policy.adamw import OnePassAdamW
-from tasks.policy.fused_loss import fused_policy_objective
-from tasks.policy.mesh import ParallelMesh, make_mesh
-from tasks.policy.trainer import policy_reader, train_minibatch
+from tasks.policy.parallel.mesh import ParallelMesh, make_mesh
+from tasks.policy.step.adamw import OnePassAdamW
+from tasks.policy.step.fused_loss import fused_policy_objective
+from tasks.policy.step.trainer import policy_reader, train_minibatch
 from tasks.rl.objective import policy_objective
 
 WORLD, CUDA = int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.is_available()

@@ -32,15 +32,15 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tasks.deepep_config import DeepEPConfig
 from tasks.nvlink_config import NVLinkConfig
-from tasks.policy.adamw import OnePassAdamW
-from tasks.policy.deepep import make_deepep
-from tasks.policy.dispatch import Dispatcher, ExchangeShape, LocalDispatcher, make_dispatcher
-from tasks.policy.experts import attach_dispatcher
-from tasks.policy.head_rows import take_rows
-from tasks.policy.mesh import make_mesh, reduce_gradients
-from tasks.policy.norms import use_fused_norms
-from tasks.policy.nvlink import make_nvlink
-from tasks.policy.rotary import use_fused_rotary
+from tasks.policy.dispatch.deepep import make_deepep
+from tasks.policy.dispatch.dispatcher import Dispatcher, ExchangeShape, LocalDispatcher, make_dispatcher
+from tasks.policy.dispatch.nvlink import make_nvlink
+from tasks.policy.models.norms import use_fused_norms
+from tasks.policy.models.rotary import use_fused_rotary
+from tasks.policy.parallel.experts import attach_dispatcher
+from tasks.policy.parallel.mesh import make_mesh, reduce_gradients
+from tasks.policy.step.adamw import OnePassAdamW
+from tasks.policy.step.head_rows import take_rows
 
 PEAK_FLOPS = 989e12
 FUSED = ["logprob", "logprob+experts", "logprob+experts+norms", "all", "all+adamw", "all+adamw+keep"]

@@ -67,7 +67,7 @@ def bench_server(options: argparse.Namespace) -> None:
     from tasks.artifacts.client import PART_BYTES
     from tasks.artifacts.store import open_store
     from tasks.embedded.seaweed import ensure_s3
-    from tasks.policy.serialized import TensorFile
+    from tasks.policy.checkpoint.serialized import TensorFile
 
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)

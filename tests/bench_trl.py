@@ -26,8 +26,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tasks.config import CampaignConfig
 from tasks.environments.scoring import judge
-from tasks.policy.trainee import learning_rate
-from tasks.policy.weights import disk_tensors, write_index
+from tasks.policy.checkpoint.weights import disk_tensors, write_index
+from tasks.policy.training.trainee import learning_rate
 
 REACHED = 0.9
 

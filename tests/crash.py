@@ -32,9 +32,10 @@ from tasks.config import CampaignConfig
 from tasks.engine.embedded import EmbeddedEngine
 from tasks.evaluate import evaluate
 from tasks.experience.buffer import ExperienceBuffer
-from tasks.policy import epoch, update, weights
-from tasks.policy.snapshot import HostArena
-from tasks.policy.upload import ShardUpload
+from tasks.policy.checkpoint import weights
+from tasks.policy.checkpoint.snapshot import HostArena
+from tasks.policy.checkpoint.upload import ShardUpload
+from tasks.policy.training import epoch, update
 from tasks.prompts import offer_prompts
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
 from tasks.reward import score

@@ -11,7 +11,7 @@ import torch
 from moe_kernels.reference import FP8_GROUP, FP8_MAX
 from torch import Tensor
 
-from tasks.policy.dispatch import Dispatcher
+from tasks.policy.dispatch.dispatcher import Dispatcher
 
 CASES = {  # tokens on each rank, and what they select
     "random": ([5, 3, 4], "random"),

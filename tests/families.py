@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig, MixtralConfig, PreTrainedModel
 
-from tasks.policy.experts import experts_modules
-from tasks.policy.model import build_random
+from tasks.policy.models.model import build_random
+from tasks.policy.parallel.experts import experts_modules
 
 FAMILIES = ["qwen3_moe", "deepseek_v3", "mixtral", "glm4_moe", "gpt_oss"]
 VOCAB = 37

@@ -19,7 +19,7 @@ def write_job(job: Job, path: Path) -> None:
 
 def train_job(path: str, answer: str) -> None:
     """In a rank of torchrun; the first one writes the candidate."""
-    from tasks.policy.update import update
+    from tasks.policy.training.update import update
 
     parts = json.loads(Path(path).read_text())
     candidate = update(

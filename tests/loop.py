@@ -27,21 +27,21 @@ from tasks.environments.health import reward_metrics
 from tasks.environments.make import make_environment
 from tasks.environments.scorer import Sample, make_scorer
 from tasks.experience.ledger import seed_of
-from tasks.policy.beside import with_column
-from tasks.policy.chat import Chat
-from tasks.policy.critic import read_values, train_critic
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.epoch import train
-from tasks.policy.mesh import make_mesh
-from tasks.policy.model import build_random, load_policy
-from tasks.policy.nonfinite import NonFiniteSteps
-from tasks.policy.progress import Progress
-from tasks.policy.reading import read_rows
-from tasks.policy.routers import Routers
-from tasks.policy.routing import Routing
-from tasks.policy.tokenizer import character_tokenizer, prompt_ids
-from tasks.policy.trainee import Trainee, learning_rate
-from tasks.policy.trainer import Learner, make_optimizer, policy_reader
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.models.chat import Chat
+from tasks.policy.models.model import build_random, load_policy
+from tasks.policy.models.routers import Routers
+from tasks.policy.models.routing import Routing
+from tasks.policy.models.tokenizer import character_tokenizer, prompt_ids
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.ranks.progress import Progress
+from tasks.policy.step.reading import read_rows
+from tasks.policy.step.trainer import Learner, make_optimizer, policy_reader
+from tasks.policy.training.beside import with_column
+from tasks.policy.training.critic import read_values, train_critic
+from tasks.policy.training.epoch import train
+from tasks.policy.training.nonfinite import NonFiniteSteps
+from tasks.policy.training.trainee import Trainee, learning_rate
 from tasks.rl.assembly import assemble_frame
 from tasks.rl.refill import refill_sizes, telling_prompts
 from tasks.schema import ScoredFrame, make_frame

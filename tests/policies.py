@@ -5,10 +5,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tasks.policy.model import build_random
-from tasks.policy.serialized import TensorFile
-from tasks.policy.tokenizer import character_tokenizer
-from tasks.policy.weights import Shard, shard_name
+from tasks.policy.checkpoint.serialized import TensorFile
+from tasks.policy.checkpoint.weights import Shard, shard_name
+from tasks.policy.models.model import build_random
+from tasks.policy.models.tokenizer import character_tokenizer
 
 SHAPE = {
     "num_layers": 2,

@@ -11,14 +11,14 @@ from families import token_ids
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.experts import attach_dispatcher
-from tasks.policy.mesh import ParallelMesh, make_mesh
-from tasks.policy.names import disk_pieces
-from tasks.policy.place import layout_of
-from tasks.policy.shards import whole_tensor
-from tasks.policy.trainer import LossFn, make_optimizer, train_minibatch
-from tasks.policy.weights import _place, _whole_stack, disk_tensors
+from tasks.policy.checkpoint.weights import _place, _whole_stack, disk_tensors
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.parallel.experts import attach_dispatcher
+from tasks.policy.parallel.mesh import ParallelMesh, make_mesh
+from tasks.policy.parallel.names import disk_pieces
+from tasks.policy.parallel.place import layout_of
+from tasks.policy.parallel.shards import whole_tensor
+from tasks.policy.step.trainer import LossFn, make_optimizer, train_minibatch
 
 MicroBatch = Mapping[str, Tensor]
 NUM_TOKENS = 100

@@ -12,12 +12,12 @@ from steps import micro_batch, one_step
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from tasks.policy.adamw import OnePassAdamW
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.experts import attach_dispatcher
-from tasks.policy.mesh import make_mesh
-from tasks.policy.parallel import distribute
-from tasks.policy.shards import whole_tensor
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.parallel.distribute import distribute
+from tasks.policy.parallel.experts import attach_dispatcher
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.parallel.shards import whole_tensor
+from tasks.policy.step.adamw import OnePassAdamW
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tasks.adopt import main
 from tasks.checkpoint import open_campaign, resume
 from tasks.config import CampaignConfig, ConfigError
-from tasks.policy.weights import tensor_digest
+from tasks.policy.checkpoint.weights import tensor_digest
 from tasks.session import run_store
 
 CONFIG = SMALL | {

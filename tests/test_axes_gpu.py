@@ -27,7 +27,7 @@ import torch.distributed as dist
 from families import FAMILIES, VOCAB, tiny_policy
 from steps import micro_batch, single_process
 
-from tasks.policy import logprobs
+from tasks.policy.step import logprobs
 
 ROOT = Path(__file__).resolve().parent.parent
 AXES: dict[int, list[dict[str, int]]] = {

@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 
 from tasks.artifacts.owned import Checkpoint
 from tasks.config import CampaignConfig
-from tasks.policy.beside import with_other_versions, with_proximal
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.mesh import make_mesh
-from tasks.policy.model import Head, load_policy
-from tasks.policy.progress import Progress
-from tasks.policy.trainer import token_logprobs_and_entropy
-from tasks.policy.workbench import Workbench
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.models.model import Head, load_policy
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.ranks.progress import Progress
+from tasks.policy.step.trainer import token_logprobs_and_entropy
+from tasks.policy.training.beside import with_other_versions, with_proximal
+from tasks.policy.training.workbench import Workbench
 from tasks.records import CampaignRun, TrainBatch
 
 

@@ -90,7 +90,7 @@ def test_an_export_has_every_tensor_and_the_bytes_of_the_version(family, policy_
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from tasks.policy.weights import tensor_digest
+    from tasks.policy.checkpoint.weights import tensor_digest
 
     folder = saved(tiny_policy(family), tmp_path)
     files = policy_store.put_folder(folder) | {"optimizer-1.safetensors": policy_store.put_bytes(b"moments")}

@@ -21,15 +21,15 @@ from transformers import AutoModelForTokenClassification
 from tasks.algorithm_config import AlgorithmConfig
 from tasks.artifacts import critics
 from tasks.config import CampaignConfig
-from tasks.policy.critic import read_values, train_critic, value_reader
-from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
-from tasks.policy.fsdp import shard_parameters
-from tasks.policy.mesh import make_mesh
-from tasks.policy.model import load_policy
-from tasks.policy.reading import read_rows
-from tasks.policy.shards import whole_tensor
-from tasks.policy.trainer import Learner, make_optimizer
-from tasks.policy.weights import disk_tensors, tensor_digest, write_index
+from tasks.policy.checkpoint.weights import disk_tensors, tensor_digest, write_index
+from tasks.policy.dispatch.dispatcher import LocalDispatcher, make_dispatcher
+from tasks.policy.models.model import load_policy
+from tasks.policy.parallel.fsdp import shard_parameters
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.parallel.shards import whole_tensor
+from tasks.policy.step.reading import read_rows
+from tasks.policy.step.trainer import Learner, make_optimizer
+from tasks.policy.training.critic import read_values, train_critic, value_reader
 from tasks.records import CampaignRun
 from tasks.train_config import TrainConfig
 

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tasks.deepep_config import DeepEPConfig
-from tasks.policy import deepep
-from tasks.policy.deepep import (
+from tasks.policy.dispatch import deepep
+from tasks.policy.dispatch.deepep import (
     EXPERT_ALIGNMENT,
     DeepEPDispatcher,
     ExchangeShape,
@@ -32,8 +32,8 @@ from tasks.policy.deepep import (
     load_library,
     make_deepep,
 )
-from tasks.policy.dispatch import AllToAllDispatcher
-from tasks.policy.experts import attach_dispatcher, take_expert_load
+from tasks.policy.dispatch.dispatcher import AllToAllDispatcher
+from tasks.policy.parallel.experts import attach_dispatcher, take_expert_load
 
 BFLOAT16 = Setting(dtype=torch.bfloat16, hidden=128, num_experts=8, num_selected=3)
 SHAPE = ExchangeShape(hidden=128, num_topk=3, deterministic=False, timeout_seconds=600)

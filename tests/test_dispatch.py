@@ -11,8 +11,8 @@ import torch.distributed as dist
 from exchange import CASES, Setting, run_case
 from ranks import run_ranks
 
-from tasks.policy.dispatch import AllToAllDispatcher, LocalDispatcher, make_dispatcher
-from tasks.policy.permute import gather_rows, invert, sum_rows
+from tasks.policy.dispatch.dispatcher import AllToAllDispatcher, LocalDispatcher, make_dispatcher
+from tasks.policy.dispatch.permute import gather_rows, invert, sum_rows
 
 NUM_EXPERTS = Setting().num_experts
 

@@ -23,7 +23,7 @@ def look(name: str) -> tuple[int, bool, str, str]:
 
     return (
         os.getppid(),
-        "tasks.policy.update" in sys.modules,
+        "tasks.policy.training.update" in sys.modules,
         os.environ.get(name, "unset"),
         os.environ["RANK"],
     )

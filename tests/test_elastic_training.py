@@ -26,21 +26,21 @@ from test_update import ROOT, TINY, train_batch
 
 from tasks.artifacts.manifest import Manifest
 from tasks.config import CampaignConfig, with_overrides
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.epoch import train
-from tasks.policy.experts import attach_dispatcher
-from tasks.policy.mesh import make_mesh
-from tasks.policy.nonfinite import NonFiniteSteps
-from tasks.policy.progress import Progress
-from tasks.policy.trainee import Trainee
-from tasks.policy.trainer import make_optimizer
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.parallel.experts import attach_dispatcher
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.ranks.progress import Progress
+from tasks.policy.step.trainer import make_optimizer
+from tasks.policy.training.epoch import train
+from tasks.policy.training.nonfinite import NonFiniteSteps
+from tasks.policy.training.trainee import Trainee
 from tasks.records import CampaignRun, PolicyVersion
 from tasks.session import run_store
 
 
 @pytest.fixture
 def first(store_folder: Path, campaign: str) -> tuple[CampaignRun, PolicyVersion]:
-    from tasks.policy.initial import initial_manifest
+    from tasks.policy.checkpoint.initial import initial_manifest
 
     config = CampaignConfig.model_validate(
         {"name": campaign, "model": {"random": TINY}, "checkpoint": {"store": str(store_folder)}}

@@ -16,9 +16,9 @@ from policies import save_tiny_policy
 
 from tasks.engine.embedded import EmbeddedEngine
 from tasks.engine.protocol import Engine, Request, SamplingParams
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.model import load_policy
-from tasks.policy.trainer import token_logprobs_and_entropy
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.models.model import load_policy
+from tasks.policy.step.trainer import token_logprobs_and_entropy
 
 CASES = [
     "embedded-qwen3_moe-float32",

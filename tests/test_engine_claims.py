@@ -29,9 +29,9 @@ from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sglang_client import SglangError
 from tasks.engine.sglang_format import completion
 from tasks.engine.sglang_server import LaunchedServer, answers
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.model import load_policy
-from tasks.policy.trainer import token_logprobs_and_entropy
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.models.model import load_policy
+from tasks.policy.step.trainer import token_logprobs_and_entropy
 from tasks.rl.assembly import assemble_frame
 from tasks.rl.mismatch import mismatch_report
 from tasks.schema import RolloutFrame, ScoredFrame, make_frame

@@ -8,7 +8,7 @@ from tasks.environments.pool import Call
 from tasks.environments.scorer import Scorer, judged
 from tasks.environments.scoring import score_groups
 from tasks.experience.records import Group
-from tasks.policy.tokenizer import character_tokenizer, encode, prompt_ids
+from tasks.policy.models.tokenizer import character_tokenizer, encode, prompt_ids
 from tasks.schema import RolloutFrame, ScoredFrame, from_bytes, make_frame, to_bytes
 
 REVERSE = make_environment(EnvironmentConfig(), seed=0)

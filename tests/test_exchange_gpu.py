@@ -22,9 +22,9 @@ from exchange import CASES, Setting, run_case
 from tasks.deepep_config import DeepEPConfig
 from tasks.nvlink_config import NVLinkConfig
 from tasks.policy import libraries
-from tasks.policy.deepep import make_deepep
-from tasks.policy.dispatch import Dispatcher, ExchangeShape, make_dispatcher
-from tasks.policy.nvlink import make_nvlink
+from tasks.policy.dispatch.deepep import make_deepep
+from tasks.policy.dispatch.dispatcher import Dispatcher, ExchangeShape, make_dispatcher
+from tasks.policy.dispatch.nvlink import make_nvlink
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {

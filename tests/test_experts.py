@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-from tasks.policy.dispatch import AllToAllDispatcher, LocalDispatcher
-from tasks.policy.experts import (
+from tasks.policy.dispatch.dispatcher import AllToAllDispatcher, LocalDispatcher
+from tasks.policy.parallel.experts import (
     ExpertShard,
     attach_dispatcher,
     expert_shards,

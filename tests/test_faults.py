@@ -21,14 +21,14 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tasks.config import CampaignConfig
 from tasks.elastic import TrainingPreempted
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.epoch import train
-from tasks.policy.experts import attach_dispatcher
-from tasks.policy.mesh import make_mesh
-from tasks.policy.nonfinite import NonFiniteSteps, steps_taken
-from tasks.policy.progress import BLOCKED, Progress, Sign, Watchdog, slow_ranks, standing_still
-from tasks.policy.trainee import Trainee
-from tasks.policy.trainer import make_optimizer
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.parallel.experts import attach_dispatcher
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.ranks.progress import BLOCKED, Progress, Sign, Watchdog, slow_ranks, standing_still
+from tasks.policy.step.trainer import make_optimizer
+from tasks.policy.training.epoch import train
+from tasks.policy.training.nonfinite import NonFiniteSteps, steps_taken
+from tasks.policy.training.trainee import Trainee
 from tasks.schema import TrainFrame, from_bytes
 from tasks.train import UPDATE_POLICY
 
@@ -128,7 +128,7 @@ def test_the_watchdog_says_nothing_while_all_ranks_move():
 
 RANK = """
 import pathlib, sys, time
-from tasks.policy.stopping import exit_on_sigterm
+from tasks.policy.ranks.stopping import exit_on_sigterm
 folder = pathlib.Path(sys.argv[1])
 with exit_on_sigterm(grace_seconds=1.0):
     try:

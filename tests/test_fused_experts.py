@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.experts import attach_dispatcher, fused_weighted_rows, local_experts, weighted_rows
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.parallel.experts import attach_dispatcher, fused_weighted_rows, local_experts, weighted_rows
 
 E, K = 6, 3
 NAMES = ("y", "d x", "d weight", "d gate_up", "d down")

@@ -14,7 +14,7 @@ from token_batches import TokenBatch, token_batch
 from torch import Tensor
 
 from tasks.algorithm_config import AlgorithmConfig
-from tasks.policy.fused_loss import fused_policy_objective
+from tasks.policy.step.fused_loss import fused_policy_objective
 from tasks.rl.objective import policy_objective
 from tasks.rl.packing import micro_batches, num_trained_sequences, num_trained_tokens
 from tasks.rl.preparation import prepare_rows
@@ -156,13 +156,15 @@ def test_no_tokens_at_all(on):
     assert got["loss"] == 0 and got["tokens"] == 0 and got["by logprob"].shape == (0, 4)
 
 
-@pytest.mark.parametrize(("kernel", "module"), [("torch", "rl.objective"), ("fused", "policy.fused_loss")])
+@pytest.mark.parametrize(
+    ("kernel", "module"), [("torch", "rl.objective"), ("fused", "policy.step.fused_loss")]
+)
 def test_the_configuration_chooses_what_computes_the_loss(kernel, module):
     from tasks.config import CampaignConfig  # needs packages that the gpu tests do not
-    from tasks.policy.epoch import make_loss
+    from tasks.policy.training.epoch import make_loss
 
     config = CampaignConfig.model_validate({"train": {"backend": "nccl", "loss_kernel": kernel}})
     counts = {"num_global_tokens": 3, "num_global_sequences": 2}
     assert make_loss(config, "clipped_policy", **counts).__module__ == f"tasks.{module}"
-    assert make_loss(config, "supervised", **counts).__module__ == "tasks.policy.epoch"
+    assert make_loss(config, "supervised", **counts).__module__ == "tasks.policy.training.epoch"
     assert config.train.kernels["loss"] == kernel

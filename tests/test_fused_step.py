@@ -17,18 +17,18 @@ from steps import micro_batch, one_step, single_process
 from test_parallel import check_step, packed_batch
 from torch import Tensor
 
-from tasks.policy import logprobs
-from tasks.policy.dispatch import AllToAllDispatcher, LocalDispatcher
-from tasks.policy.experts import attach_dispatcher
-from tasks.policy.fsdp import shard_parameters
-from tasks.policy.logprobs import token_logprobs_and_entropy, without_logits
-from tasks.policy.mesh import make_mesh
-from tasks.policy.norms import use_fused_norms
-from tasks.policy.packed import packed_attention_mask
-from tasks.policy.parallel import distribute
-from tasks.policy.recompute import checkpoint_activations
-from tasks.policy.rotary import use_fused_rotary
-from tasks.policy.shards import whole_tensor
+from tasks.policy.dispatch.dispatcher import AllToAllDispatcher, LocalDispatcher
+from tasks.policy.models.norms import use_fused_norms
+from tasks.policy.models.recompute import checkpoint_activations
+from tasks.policy.models.rotary import use_fused_rotary
+from tasks.policy.parallel.distribute import distribute
+from tasks.policy.parallel.experts import attach_dispatcher
+from tasks.policy.parallel.fsdp import shard_parameters
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.parallel.packed import packed_attention_mask
+from tasks.policy.parallel.shards import whole_tensor
+from tasks.policy.step import logprobs
+from tasks.policy.step.logprobs import token_logprobs_and_entropy, without_logits
 
 FUSED_FAMILIES = ["qwen3_moe", "deepseek_v3", "mixtral", "glm4_moe"]
 TURNS_HALVES = ["qwen3_moe", "mixtral", "glm4_moe"]

@@ -16,12 +16,12 @@ from ranks import run_ranks
 
 from tasks.config import CampaignConfig
 from tasks.grid import Grid
-from tasks.policy import logprobs
-from tasks.policy.dispatch import make_dispatcher
-from tasks.policy.experts import attach_dispatcher, expert_shards
-from tasks.policy.mesh import make_mesh
-from tasks.policy.norms import use_fused_norms
-from tasks.policy.parallel import distribute
+from tasks.policy.dispatch.dispatcher import make_dispatcher
+from tasks.policy.models.norms import use_fused_norms
+from tasks.policy.parallel.distribute import distribute
+from tasks.policy.parallel.experts import attach_dispatcher, expert_shards
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.step import logprobs
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = (1, 2, 3, 4, 8)

@@ -16,15 +16,15 @@ from test_parallel import packed_batch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tasks.policy import logprobs
-from tasks.policy.context import split_context
-from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
-from tasks.policy.experts import attach_dispatcher
-from tasks.policy.head_rows import HEAD_ROWS, head_reads, spread, with_head_rows
-from tasks.policy.mesh import make_mesh
-from tasks.policy.parallel import distribute
-from tasks.policy.reading import read_rows
-from tasks.policy.trainer import policy_reader
+from tasks.policy.dispatch.dispatcher import LocalDispatcher, make_dispatcher
+from tasks.policy.parallel.context import split_context
+from tasks.policy.parallel.distribute import distribute
+from tasks.policy.parallel.experts import attach_dispatcher
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.step import logprobs
+from tasks.policy.step.head_rows import HEAD_ROWS, head_reads, spread, with_head_rows
+from tasks.policy.step.reading import read_rows
+from tasks.policy.step.trainer import policy_reader
 from tasks.rl.packing import collate
 
 PLAIN: Any = logprobs._from_logits

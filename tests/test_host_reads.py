@@ -23,20 +23,20 @@ from test_nvlink import FLOAT32, FileMemory
 from test_nvlink import open_dispatcher as open_nvlink
 from torch import Tensor
 
-from tasks.policy.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
-from tasks.policy.epoch import make_loss
-from tasks.policy.experts import attach_dispatcher, experts_modules
-from tasks.policy.mesh import make_mesh
-from tasks.policy.recompute import checkpoint_activations
-from tasks.policy.router import RouterBalance
-from tasks.policy.router_bias import RouterBias
-from tasks.policy.routers import Routers
-from tasks.policy.routing import Routing
-from tasks.policy.trainer import make_optimizer, policy_reader, train_minibatch
+from tasks.policy.dispatch.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from tasks.policy.models.recompute import checkpoint_activations
+from tasks.policy.models.router import RouterBalance
+from tasks.policy.models.router_bias import RouterBias
+from tasks.policy.models.routers import Routers
+from tasks.policy.models.routing import Routing
+from tasks.policy.parallel.experts import attach_dispatcher, experts_modules
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.step.trainer import make_optimizer, policy_reader, train_minibatch
+from tasks.policy.training.epoch import make_loss
 from tasks.rl.packing import Packing, collate
 
 NUM_MICRO_BATCHES = 2
-ONCE_A_STEP = {"tolist at tasks/policy/mesh.py:clip_gradients"}
+ONCE_A_STEP = {"tolist at tasks/policy/parallel/mesh.py:clip_gradients"}
 """The gradient's norm and all sums."""
 ONCE_A_PASS = {
     # whether there is padding at all, which lets attention do without a mask
@@ -44,13 +44,13 @@ ONCE_A_PASS = {
     # whether the row holds several sequences
     "_local_scalar_dense at transformers/masking_utils.py:find_packed_sequence_indices",
     # how many, for the auxiliary loss
-    "_local_scalar_dense at tasks/policy/router.py:sequence_numbers",
+    "_local_scalar_dense at tasks/policy/models/router.py:sequence_numbers",
     # the smallest number of a type, for eager attention
     "upload at transformers/masking_utils.py:eager_mask",
 }
 ON_THE_HOST = {
     # of step counts, which torch's AdamW keeps there
-    "_local_scalar_dense at tasks/policy/trainer.py:train_minibatch",
+    "_local_scalar_dense at tasks/policy/step/trainer.py:train_minibatch",
 }
 FORMULAS = "kernels/moe_kernels/"
 """What stands for the kernels on CPU does not run on CUDA."""
@@ -169,12 +169,12 @@ def test_the_experts_of_one_rank_ask_the_device_for_nothing(kernel, is_recompute
 
 
 def check_exchanges(rank: int, world_size: int, folder: Path) -> None:
-    route = "tolist at tasks/policy/dispatch.py:AllToAllDispatcher._route"
+    route = "tolist at tasks/policy/dispatch/dispatcher.py:AllToAllDispatcher._route"
     for kernel in ("torch", "fused"):
         assert layer_reads(AllToAllDispatcher(dist.group.WORLD), kernel) == {route: 1}
     setting = {"hidden": 32, "num_experts": 8, "num_selected": 2}
     for capacity, expected in (
-        (0.0, {"tolist at tasks/policy/nvlink.py:NVLinkDispatcher.fetch": 1}),
+        (0.0, {"tolist at tasks/policy/dispatch/nvlink.py:NVLinkDispatcher.fetch": 1}),
         (9.0, {}),
     ):
         (folder / str(capacity)).mkdir(exist_ok=True)

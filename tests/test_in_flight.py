@@ -23,9 +23,9 @@ from tasks.engine.embedded import EmbeddedEngine
 from tasks.engine.notices import Departure
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.experience.buffer import ExperienceBuffer
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.model import load_policy
-from tasks.policy.trainer import token_logprobs_and_entropy
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.models.model import load_policy
+from tasks.policy.step.trainer import token_logprobs_and_entropy
 from tasks.rl.assembly import assemble_frame, newest_version
 from tasks.schema import ScoredFrame, make_frame
 

@@ -14,15 +14,15 @@ from families import saved, tiny_policy
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.model import build_random, checkpoint_tensors, load_policy
-from tasks.policy.weights import disk_tensors, tensor_digest
+from tasks.policy.checkpoint.weights import disk_tensors, tensor_digest
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.models.model import build_random, checkpoint_tensors, load_policy
 
 MEASURE = """
 import sys
 from pathlib import Path
-from tasks.policy.model import checkpoint_tensors
-from tasks.policy.weights import tensor_digest
+from tasks.policy.models.model import checkpoint_tensors
+from tasks.policy.checkpoint.weights import tensor_digest
 
 def kilobytes(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))

@@ -13,7 +13,7 @@ from tasks.environments.make import make_environment
 from tasks.environments.scorer import Scorer
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.records import Group, WorkItem
-from tasks.policy.tokenizer import character_tokenizer, encode
+from tasks.policy.models.tokenizer import character_tokenizer, encode
 from tasks.prompts import offer_prompts
 from tasks.schema import PromptFrame, RolloutFrame, ScoredFrame, from_bytes, make_frame, to_bytes
 from tasks.session import run_store

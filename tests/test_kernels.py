@@ -21,7 +21,7 @@ from moe_kernels.swiglu import swiglu_weighted
 from ranks import run_ranks
 from torch import Tensor
 
-from tasks.policy.vocabulary import vocabulary_block
+from tasks.policy.parallel.vocabulary import vocabulary_block
 
 CHUNK_BYTES = 1  # the fewest entries a chunk may have: 256
 

@@ -69,7 +69,11 @@ def test_what_is_registered_holds_every_file_a_pod_needs(registered: tuple[Admin
     archive = arguments[arguments.index("--additional-distribution") + 1]
     with tarfile.open(archive) as found:
         names = {name.removeprefix("./") for name in found.getnames()}
-    lazy = {"tasks/policy/update.py", "kernels/moe_kernels/logprob.py", "configs/campaigns/laptop.yaml"}
+    lazy = {
+        "tasks/policy/training/update.py",
+        "kernels/moe_kernels/logprob.py",
+        "configs/campaigns/laptop.yaml",
+    }
     assert lazy <= names
     assert arguments[arguments.index("--dest-dir") + 1] == "/root"
 

@@ -96,6 +96,20 @@ def test_packages_form_no_circle():
     assert order.index("rl") < order.index("experience") < order.index("policy") < order.index("engine")
 
 
+POLICY = ["training", "step", "checkpoint", "models", "parallel", "dispatch", "ranks"]
+"""Packages of ``tasks/policy``, from the top."""
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if "policy" in path.parts], ids=relative)
+def test_a_package_of_the_policy_imports_from_those_below_it_alone(path):
+    own = path.relative_to(ROOT / "tasks/policy").parts
+    if len(own) == 2:
+        targets = {name.split(".")[2] for name in imports(path) if name.startswith("tasks.policy.")}
+        assert targets <= {*POLICY[POLICY.index(own[0]) :], "libraries"}, f"{relative(path)}: {targets}"
+    else:
+        assert path.stem in {"__init__", "launch", "standing", "libraries"}, "what is started by name"
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_what_registers_a_workflow_imports_nothing_heavy(path):
     parts = path.relative_to(ROOT).parts

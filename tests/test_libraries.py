@@ -22,8 +22,8 @@ from tasks.policy.libraries import (
     require,
     version_tuple,
 )
-from tasks.policy.means import open_dispatcher
-from tasks.policy.mesh import make_mesh
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.training.means import open_dispatcher
 from tasks.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent

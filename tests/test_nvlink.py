@@ -27,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tasks.nvlink_config import NVLinkConfig
-from tasks.policy.dispatch import AllToAllDispatcher, ExchangeShape
-from tasks.policy.experts import attach_dispatcher
-from tasks.policy.nvlink import NVLinkDispatcher, check_peers, make_nvlink, shapes_of
+from tasks.policy.dispatch.dispatcher import AllToAllDispatcher, ExchangeShape
+from tasks.policy.dispatch.nvlink import NVLinkDispatcher, check_peers, make_nvlink, shapes_of
+from tasks.policy.parallel.experts import attach_dispatcher
 
 BFLOAT16 = Setting(dtype=torch.bfloat16, hidden=24, num_experts=12, num_selected=3, num_roundings=3)
 FLOAT32 = replace(BFLOAT16, dtype=torch.float32)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from tasks.policy.offload import fetch_moments, offload_moments
+from tasks.policy.step.offload import fetch_moments, offload_moments
 
 
 def steps(device: str, *, is_offloaded: bool) -> tuple[list[torch.Tensor], AdamW]:

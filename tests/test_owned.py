@@ -28,14 +28,14 @@ from tasks.artifacts.owned import Checkpoint, checkpoint_of, files_holding
 from tasks.artifacts.store import PolicyStore, open_store
 from tasks.grid import Grid
 from tasks.planning.fetched import fetched_by_nodes
-from tasks.policy.dispatch import make_dispatcher
-from tasks.policy.experts import expert_shards
-from tasks.policy.mesh import ParallelMesh, make_mesh
-from tasks.policy.model import load_policy
-from tasks.policy.parallel import distribute
-from tasks.policy.shards import local_tensor
-from tasks.policy.upload import store_shards
-from tasks.policy.weights import load_optimizer
+from tasks.policy.checkpoint.upload import store_shards
+from tasks.policy.checkpoint.weights import load_optimizer
+from tasks.policy.dispatch.dispatcher import make_dispatcher
+from tasks.policy.models.model import load_policy
+from tasks.policy.parallel.distribute import distribute
+from tasks.policy.parallel.experts import expert_shards
+from tasks.policy.parallel.mesh import ParallelMesh, make_mesh
+from tasks.policy.parallel.shards import local_tensor
 from tasks.session import run_store
 
 Address = tuple[str, str]

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tasks.algorithm_config import AlgorithmConfig
-from tasks.policy import packed
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.experts import attach_dispatcher
-from tasks.policy.mesh import make_mesh
-from tasks.policy.packed import require_packable
-from tasks.policy.trainer import make_optimizer, token_logprobs_and_entropy, train_minibatch
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.parallel import packed
+from tasks.policy.parallel.experts import attach_dispatcher
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.parallel.packed import require_packable
+from tasks.policy.step.trainer import make_optimizer, token_logprobs_and_entropy, train_minibatch
 from tasks.rl.objective import policy_objective
 from tasks.rl.packing import Packing, collate, micro_batches, num_trained_tokens, plan_micro_batches
 

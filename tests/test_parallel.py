@@ -15,18 +15,18 @@ from steps import NUM_TOKENS, micro_batch, one_step, single_process, slack, weig
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tasks.policy.context import allowed_keys, split_context
-from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
-from tasks.policy.experts import attach_dispatcher
-from tasks.policy.mesh import ParallelMesh, make_mesh
-from tasks.policy.packed import require_packable
-from tasks.policy.parallel import distribute
-from tasks.policy.pipeline import schedule
-from tasks.policy.recompute import checkpoint_activations
-from tasks.policy.router import RouterBalance
-from tasks.policy.routers import Routers
-from tasks.policy.trainer import make_optimizer, train_minibatch
-from tasks.policy.weights import disk_tensors
+from tasks.policy.checkpoint.weights import disk_tensors
+from tasks.policy.dispatch.dispatcher import LocalDispatcher, make_dispatcher
+from tasks.policy.models.recompute import checkpoint_activations
+from tasks.policy.models.router import RouterBalance
+from tasks.policy.models.routers import Routers
+from tasks.policy.parallel.context import allowed_keys, split_context
+from tasks.policy.parallel.distribute import distribute
+from tasks.policy.parallel.experts import attach_dispatcher
+from tasks.policy.parallel.mesh import ParallelMesh, make_mesh
+from tasks.policy.parallel.packed import require_packable
+from tasks.policy.parallel.pipeline import schedule
+from tasks.policy.step.trainer import make_optimizer, train_minibatch
 
 
 def packed_batch(seed: int) -> dict[str, Tensor]:

@@ -38,7 +38,8 @@ def while_it_loads(do: Callable[[], None], *, head: str = "tokens") -> Callable[
     """Call ``do`` when a rank has the policy, or the critic, half in memory."""
 
     def hurt() -> None:
-        from tasks.policy import model, workbench
+        from tasks.policy.models import model
+        from tasks.policy.training import workbench
 
         load, fill = workbench.load_policy, model.fill
 

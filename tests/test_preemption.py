@@ -35,8 +35,8 @@ from tasks.artifacts.unfinished import unfinished_updates
 from tasks.checkpoint import publish
 from tasks.config import CampaignConfig
 from tasks.elastic import RANK_SERVER
-from tasks.policy.epoch import Position, train
-from tasks.policy.resume import seed_generators
+from tasks.policy.training.epoch import Position, train
+from tasks.policy.training.resume import seed_generators
 from tasks.records import CampaignRun, Candidate
 from tasks.session import run_store
 
@@ -53,7 +53,7 @@ def job(store_folder: Path) -> Job:
 
 
 def make_job(name: str, store_folder: Path, algorithm: dict[str, Any], *, minibatches: int) -> Job:
-    from tasks.policy.initial import initial_manifest
+    from tasks.policy.checkpoint.initial import initial_manifest
 
     config = CampaignConfig.model_validate({
         "name": f"{name}-{os.getpid()}", "model": {"random": TINY, "dtype": "bfloat16"},
@@ -68,7 +68,7 @@ def make_job(name: str, store_folder: Path, algorithm: dict[str, Any], *, miniba
 def disturbed(place: int, do: Callable[[int, Any], None], *, of: str = "epoch") -> None:
     """Call ``do(rank, stop)`` before the mini-batch at that place of an attempt: in the policy's pass, or in
     the critic's with "critic"."""
-    module: Any = importlib.import_module(f"tasks.policy.{of}")
+    module: Any = importlib.import_module(f"tasks.policy.training.{of}")
     original, calls = module.train_minibatch, iter(range(1000))
 
     def train_minibatch(*args: Any, **kwargs: Any) -> dict[str, float]:
@@ -85,7 +85,7 @@ def rank_of(job: Job, rank: int, world_size: int, port: int, log: str, hurt: byt
     sys.stdout = open(log, "a")  # noqa: SIM115  # pytest has put its own in the place of the parent's
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from tasks.policy.update import update
+    from tasks.policy.training.update import update
 
     cloudpickle.loads(hurt)()
     candidate = update(*job)
@@ -180,7 +180,7 @@ def test_stopped_twice_in_the_middle_an_update_ends_with_the_same_bits(job, undi
 
 @pytest.mark.slow
 def test_stopped_while_it_stores_its_result_an_update_need_not_train_again(job, undisturbed, tmp_path):
-    from tasks.policy import upload
+    from tasks.policy.checkpoint import upload
 
     def tell() -> None:
         start = upload.ShardUpload.start
@@ -205,7 +205,7 @@ def test_stopped_while_it_stores_its_result_an_update_need_not_train_again(job, 
 
 def killed_while_it_stores() -> None:
     """Rank 1 dies when rank 0 may have stored its shards already: there is no record yet."""
-    from tasks.policy import upload
+    from tasks.policy.checkpoint import upload
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -253,7 +253,7 @@ def test_what_is_torn_or_of_another_update_is_ignored_with_its_reason(job, undis
 @pytest.mark.slow
 def test_what_does_not_fit_into_the_grace_period_is_given_up_with_a_line(job, tmp_path):
     def slow() -> None:
-        from tasks.policy import upload
+        from tasks.policy.checkpoint import upload
 
         told_at(2, (0, 1))()
         upload.ShardUpload._store_shard = lambda *_: time.sleep(60)

@@ -341,8 +341,8 @@ def test_shipped_environments_ask_what_the_laptops_policy_can_read_and_finish(na
     from loop import campaign
 
     from tasks.environments.demonstrations import demonstrated
-    from tasks.policy.chat import Chat
-    from tasks.policy.tokenizer import character_tokenizer, encode
+    from tasks.policy.models.chat import Chat
+    from tasks.policy.models.tokenizer import character_tokenizer, encode
 
     config, chat = campaign(name), Chat(character_tokenizer())
     environment = make_environment(config.environment, seed=config.seed)

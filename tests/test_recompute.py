@@ -13,13 +13,13 @@ from ranks import run_ranks
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tasks.policy.dispatch import Dispatched, Dispatcher, LocalDispatcher, make_dispatcher
-from tasks.policy.experts import attach_dispatcher, take_expert_load
-from tasks.policy.fsdp import shard_parameters
-from tasks.policy.mesh import make_mesh
-from tasks.policy.recompute import checkpoint_activations
-from tasks.policy.shards import local_tensor
-from tasks.policy.trainer import token_logprobs_and_entropy
+from tasks.policy.dispatch.dispatcher import Dispatched, Dispatcher, LocalDispatcher, make_dispatcher
+from tasks.policy.models.recompute import checkpoint_activations
+from tasks.policy.parallel.experts import attach_dispatcher, take_expert_load
+from tasks.policy.parallel.fsdp import shard_parameters
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.parallel.shards import local_tensor
+from tasks.policy.step.trainer import token_logprobs_and_entropy
 
 
 class CountingDispatcher:

@@ -11,16 +11,16 @@ from families import FAMILIES, saved, tiny_policy
 
 from tasks.engine.embedded import EmbeddedEngine
 from tasks.engine.protocol import Request, SamplingParams
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.experts import attach_dispatcher
-from tasks.policy.mesh import make_mesh
-from tasks.policy.model import load_policy
-from tasks.policy.reading import read_rows
-from tasks.policy.recompute import checkpoint_activations
-from tasks.policy.replay import RoutingReplay
-from tasks.policy.router import router_modules
-from tasks.policy.routing import Routing
-from tasks.policy.trainer import policy_reader
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.models.model import load_policy
+from tasks.policy.models.recompute import checkpoint_activations
+from tasks.policy.models.replay import RoutingReplay
+from tasks.policy.models.router import router_modules
+from tasks.policy.models.routing import Routing
+from tasks.policy.parallel.experts import attach_dispatcher
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.step.reading import read_rows
+from tasks.policy.step.trainer import policy_reader
 from tasks.rl.packing import collate
 from tasks.rl.routing_records import continued, pack, unpack
 

@@ -11,12 +11,12 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from test_sharding import assert_same_bytes, mesh_policy, optimizer_of, read_all, step, write
 
-from tasks.policy.dispatch import make_dispatcher
-from tasks.policy.mesh import make_mesh
-from tasks.policy.model import load_policy
-from tasks.policy.parallel import distribute
-from tasks.policy.shards import local_tensor
-from tasks.policy.weights import load_optimizer
+from tasks.policy.checkpoint.weights import load_optimizer
+from tasks.policy.dispatch.dispatcher import make_dispatcher
+from tasks.policy.models.model import load_policy
+from tasks.policy.parallel.distribute import distribute
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.parallel.shards import local_tensor
 
 
 def one_step(folder: Path, family: str, vocab_size: int) -> None:

@@ -18,7 +18,7 @@ from tasks.environments.remote import ClassifyClient, JudgeClient, read_grade
 from tasks.environments.reward_model import RewardModel, length_sorted_batches
 from tasks.environments.reward_training import save_reward_model, train_reward_model
 from tasks.environments.scorer import Sample, Scorer, weighed
-from tasks.policy.tokenizer import character_tokenizer, encode
+from tasks.policy.models.tokenizer import character_tokenizer, encode
 from tasks.reward_config import ClassifyConfig, JudgeConfig
 from tasks.rl.preferences import bradley_terry_loss, pair_accuracy
 

@@ -11,7 +11,7 @@ from moe_kernels.rotary import rotary
 from torch import Tensor
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
 
-from tasks.policy.rotary import use_fused_rotary
+from tasks.policy.models.rotary import use_fused_rotary
 
 
 def case(shape: tuple[int, ...], turned: int, dtype: torch.dtype, device: str) -> list[Tensor]:

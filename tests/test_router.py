@@ -13,15 +13,15 @@ from test_packing import rows
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
-from tasks.policy.experts import attach_dispatcher
-from tasks.policy.fsdp import shard_parameters
-from tasks.policy.mesh import make_mesh
-from tasks.policy.recompute import checkpoint_activations
-from tasks.policy.router import RouterBalance, freeze_routers, router_modules
-from tasks.policy.routers import Routers
-from tasks.policy.shards import whole_tensor
-from tasks.policy.trainer import make_optimizer, train_minibatch
+from tasks.policy.dispatch.dispatcher import LocalDispatcher, make_dispatcher
+from tasks.policy.models.recompute import checkpoint_activations
+from tasks.policy.models.router import RouterBalance, freeze_routers, router_modules
+from tasks.policy.models.routers import Routers
+from tasks.policy.parallel.experts import attach_dispatcher
+from tasks.policy.parallel.fsdp import shard_parameters
+from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.parallel.shards import whole_tensor
+from tasks.policy.step.trainer import make_optimizer, train_minibatch
 from tasks.rl.balance import sequence_balance_loss
 from tasks.rl.losses import supervised_loss
 from tasks.rl.packing import Packing, micro_batches, num_trained_tokens

@@ -15,16 +15,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tasks.config import CampaignConfig
-from tasks.policy.context import split_context
-from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
-from tasks.policy.epoch import _balance_metrics
-from tasks.policy.experts import attach_dispatcher, take_expert_load
-from tasks.policy.mesh import ParallelMesh, make_mesh
-from tasks.policy.parallel import distribute
-from tasks.policy.recompute import checkpoint_activations
-from tasks.policy.router_bias import BIAS, RouterBias
-from tasks.policy.routers import Routers
-from tasks.policy.trainer import make_optimizer, train_minibatch
+from tasks.policy.dispatch.dispatcher import LocalDispatcher, make_dispatcher
+from tasks.policy.models.recompute import checkpoint_activations
+from tasks.policy.models.router_bias import BIAS, RouterBias
+from tasks.policy.models.routers import Routers
+from tasks.policy.parallel.context import split_context
+from tasks.policy.parallel.distribute import distribute
+from tasks.policy.parallel.experts import attach_dispatcher, take_expert_load
+from tasks.policy.parallel.mesh import ParallelMesh, make_mesh
+from tasks.policy.step.trainer import make_optimizer, train_minibatch
+from tasks.policy.training.epoch import _balance_metrics
 from tasks.rl.balance import bias_step
 
 BATCHES = [micro_batch(seed) for seed in range(3)]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 
 from tasks.artifacts.content import BytesContent, FileContent, Part, digests_of, sha256_of
-from tasks.policy.serialized import DTYPES, TensorFile
+from tasks.policy.checkpoint.serialized import DTYPES, TensorFile
 
 
 def content_of(tensors: dict[str, torch.Tensor]) -> TensorFile:

@@ -141,7 +141,7 @@ def test_a_reward_model_scores_through_classify_as_it_does_in_this_process(tmp_p
     from tasks.environments.remote import ClassifyClient
     from tasks.environments.reward_model import RewardModel
     from tasks.environments.reward_training import save_model
-    from tasks.policy.tokenizer import character_tokenizer
+    from tasks.policy.models.tokenizer import character_tokenizer
     from tasks.reward_config import ClassifyConfig, RewardModelConfig
 
     folder, tokenizer = tmp_path / "model", character_tokenizer()
@@ -173,8 +173,8 @@ def test_weights_are_swapped_under_a_response_and_each_token_has_its_version(fol
     no cache of the old ones would give (complaint 11)."""
     import torch
 
-    from tasks.policy.dispatch import LocalDispatcher
-    from tasks.policy.model import load_policy
+    from tasks.policy.dispatch.dispatcher import LocalDispatcher
+    from tasks.policy.models.model import load_policy
 
     second = save_tiny_policy(tmp_path / "second", seed=1)
     engine = start_sglang(tmp_path, in_flight="pause")

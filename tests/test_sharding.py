@@ -19,21 +19,21 @@ from torch import Tensor
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
-import tasks.policy.model
+import tasks.policy.models.model
 from tasks.grid import Grid
-from tasks.policy.dispatch import make_dispatcher
-from tasks.policy.fsdp import shard_parameters
-from tasks.policy.mesh import ParallelMesh, make_mesh
-from tasks.policy.model import load_policy
-from tasks.policy.shards import local_tensor
-from tasks.policy.trainer import make_optimizer, train_minibatch
-from tasks.policy.weights import (
+from tasks.policy.checkpoint.weights import (
     disk_tensors,
     load_optimizer,
     optimizer_tensors,
     tensor_digest,
     write_index,
 )
+from tasks.policy.dispatch.dispatcher import make_dispatcher
+from tasks.policy.models.model import load_policy
+from tasks.policy.parallel.fsdp import shard_parameters
+from tasks.policy.parallel.mesh import ParallelMesh, make_mesh
+from tasks.policy.parallel.shards import local_tensor
+from tasks.policy.step.trainer import make_optimizer, train_minibatch
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -147,13 +147,13 @@ def test_a_version_goes_from_two_expert_ranks_over_a_split_mesh_to_one_rank(
 
 def check_reads(rank: int, world_size: int, folder: Path, num_stored: int) -> None:
     read: list[int] = []
-    fill: Callable[..., None] = tasks.policy.model.fill
+    fill: Callable[..., None] = tasks.policy.models.model.fill
 
     def counting(target: Tensor, piece: Any, tensor: Tensor) -> None:
         read.append(tensor.numel())
         fill(target, piece, tensor)
 
-    tasks.policy.model.fill = counting
+    tasks.policy.models.model.fill = counting
     _, model = mesh_policy(folder, world_size, ep=2, fsdp=4)
     mine = sum(local_tensor(param).numel() for param in model.parameters())
     # 2 extra rows of 32 in the vocabulary's 37 on all ranks but the last, and norms of 8 and 32: under 2 %

@@ -23,7 +23,7 @@ from tasks.embedded.files import is_held
 from tasks.evaluate import evaluate
 from tasks.experience.errors import IterationDropped, WorkerBarred
 from tasks.experience.records import Group
-from tasks.policy.tokenizer import require_room
+from tasks.policy.models.tokenizer import require_room
 from tasks.prompts import offer_prompts
 from tasks.records import CampaignRun, PolicyVersion, RolloutReport, TrainBatch
 from tasks.reward import score

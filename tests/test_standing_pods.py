@@ -18,7 +18,7 @@ from test_standing_trainer import SINGLE, make_run, train_batch
 
 from tasks import placement, standing
 from tasks.config import CampaignConfig
-from tasks.policy.request import await_candidate
+from tasks.policy.training.request import await_candidate
 from tasks.session import run_store
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -24,9 +24,9 @@ from test_update import ROOT, TINY, train_batch
 
 from tasks.artifacts.manifest import Blob, Manifest
 from tasks.config import CampaignConfig
-from tasks.policy.progress import Progress
-from tasks.policy.pulse import PULSE
-from tasks.policy.request import REQUEST, UpdateRequest, await_candidate, await_request
+from tasks.policy.ranks.progress import Progress
+from tasks.policy.ranks.pulse import PULSE
+from tasks.policy.training.request import REQUEST, UpdateRequest, await_candidate, await_request
 from tasks.records import CampaignRun, TrainBatch
 from tasks.session import code_revision, open_store, run_store
 
@@ -36,7 +36,7 @@ NUM_UPDATES = 3
 
 def make_run(folder: Path, train: dict[str, Any], **config: Any) -> CampaignRun:
     """A run with version 0 published."""
-    from tasks.policy.initial import initial_manifest
+    from tasks.policy.checkpoint.initial import initial_manifest
 
     # the last of three updates has another learning rate
     named = {
@@ -148,7 +148,7 @@ def test_a_failed_update_is_the_answer_and_ends_the_trainer(tmp_path):
 def test_without_a_trainer_the_update_stage_says_that_it_waits_and_how_to_start_one(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("tasks.policy.request.SAY_SECONDS", 0.1)
+    monkeypatch.setattr("tasks.policy.training.request.SAY_SECONDS", 0.1)
     run = make_run(tmp_path / "store", {**SINGLE, "standing_timeout_seconds": 0.3})
     batch, policy = train_batch(run, 0, 0), run_store(run).reference(0)
     with pytest.raises(
@@ -204,7 +204,7 @@ class Held:
 
 
 def test_memory_counts_only_as_the_version_that_was_stored_from_it():
-    from tasks.policy.resident import Resident
+    from tasks.policy.training.resident import Resident
 
     def manifest(files: dict[str, Blob], kind: str = "iteration") -> Manifest:
         return Manifest.model_construct(files=files, kind=kind)
@@ -224,7 +224,7 @@ def test_memory_counts_only_as_the_version_that_was_stored_from_it():
 
 
 def check_agreement(rank: int, world_size: int) -> None:
-    from tasks.policy.resident import Resident
+    from tasks.policy.training.resident import Resident
 
     config = CampaignConfig.model_validate({"train": {"topology": "laptop_1x2"}})
     known = [{"m": Blob(sha256="a" * 64, size=1, key="k", version_id=v)} for v in "vw"]
@@ -243,9 +243,9 @@ def test_all_ranks_load_when_one_does_not_hold_the_version():
 
 
 if __name__ == "__main__":
-    from tasks.policy.process_group import process_group
-    from tasks.policy.resident import Resident
-    from tasks.policy.update import update_on_ranks
+    from tasks.policy.ranks.process_group import process_group
+    from tasks.policy.training.resident import Resident
+    from tasks.policy.training.update import update_on_ranks
 
     job = CampaignRun.model_validate_json(Path(sys.argv[1]).read_text())
     where, empty = run_store(job), {int(number) for number in sys.argv[2:]}

@@ -13,13 +13,19 @@ from steps import MicroBatch, micro_batch, one_step, single_process, weighted_lo
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tasks.policy.dispatch import LocalDispatcher, make_dispatcher
-from tasks.policy.experts import attach_dispatcher
-from tasks.policy.fsdp import shard_parameters
-from tasks.policy.mesh import _square_sum, clip_gradients, make_mesh, reduce_gradients, split_parameters
-from tasks.policy.shards import local_tensor
-from tasks.policy.trainer import make_optimizer, token_logprobs_and_entropy, train_minibatch
-from tasks.policy.weights import disk_tensors, tensor_digest
+from tasks.policy.checkpoint.weights import disk_tensors, tensor_digest
+from tasks.policy.dispatch.dispatcher import LocalDispatcher, make_dispatcher
+from tasks.policy.parallel.experts import attach_dispatcher
+from tasks.policy.parallel.fsdp import shard_parameters
+from tasks.policy.parallel.mesh import (
+    _square_sum,
+    clip_gradients,
+    make_mesh,
+    reduce_gradients,
+    split_parameters,
+)
+from tasks.policy.parallel.shards import local_tensor
+from tasks.policy.step.trainer import make_optimizer, token_logprobs_and_entropy, train_minibatch
 
 
 def check_step(

@@ -12,8 +12,8 @@ from tasks.environment_config import CalculatorConfig
 from tasks.environments.calculator import CalculatorEnvironment, evaluate
 from tasks.environments.demonstrations import demonstrated
 from tasks.environments.scorer import Sample, Scorer
-from tasks.policy.chat import Chat
-from tasks.policy.tokenizer import character_tokenizer
+from tasks.policy.models.chat import Chat
+from tasks.policy.models.tokenizer import character_tokenizer
 
 CALCULATOR = CalculatorEnvironment(CalculatorConfig(), held_out=64, seed=0)
 TOKENIZER = character_tokenizer()

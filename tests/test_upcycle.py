@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from tasks.engine.sglang_model import served_folder
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.model import load_policy
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.models.model import load_policy
 from tasks.upcycle import Plan, main, sparse_config, upcycle
 
 SHAPE: dict[str, Any] = {

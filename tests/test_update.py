@@ -86,7 +86,7 @@ def on_two_ranks(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion, fol
 
 def updates(folder: Path, shape: dict[str, Any], train: dict[str, Any], number: int = 2) -> list[Manifest]:
     """The manifests of version 0 and of those that so many updates made."""
-    from tasks.policy.initial import initial_manifest
+    from tasks.policy.checkpoint.initial import initial_manifest
     from tasks.session import run_store
 
     config = CampaignConfig.model_validate(

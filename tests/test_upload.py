@@ -17,18 +17,18 @@ from test_weights import optimizer_of, train
 
 from tasks.artifacts.errors import UploadFailed
 from tasks.artifacts.store import PolicyStore, open_store
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.mesh import make_mesh
-from tasks.policy.model import load_policy
-from tasks.policy.snapshot import HostArena, bit_sum
-from tasks.policy.upload import ShardUpload, host_bytes, named_tensors
-from tasks.policy.weights import disk_tensors, stating_dtype, tensor_digest
+from tasks.policy.checkpoint.snapshot import HostArena, bit_sum
+from tasks.policy.checkpoint.upload import ShardUpload, host_bytes, named_tensors
+from tasks.policy.checkpoint.weights import disk_tensors, stating_dtype, tensor_digest
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.models.model import load_policy
+from tasks.policy.parallel.mesh import make_mesh
 
 CPU = torch.device("cpu")
 
 
 def test_a_snapshot_has_the_bits_of_its_moment_and_the_next_reuses_its_memory(monkeypatch):
-    monkeypatch.setattr("tasks.policy.snapshot.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("tasks.policy.checkpoint.snapshot.CHUNK_BYTES", 1000)
     live = {
         "a": torch.randn(33), "b": torch.randn(7, 5).bfloat16(), "step": torch.tensor(3),
         "large": torch.ones(500), "empty": torch.empty(0, 4), "view": torch.arange(12.0).view(3, 4)[1:, :3],
@@ -48,7 +48,7 @@ def test_a_snapshot_has_the_bits_of_its_moment_and_the_next_reuses_its_memory(mo
 
 
 def test_a_snapshot_of_the_reserved_size_needs_no_more_memory_whatever_its_tensors(monkeypatch):
-    monkeypatch.setattr("tasks.policy.snapshot.CHUNK_BYTES", 1024)
+    monkeypatch.setattr("tasks.policy.checkpoint.snapshot.CHUNK_BYTES", 1024)
     arena = HostArena(CPU)
     sizes = [640, 640, 64, 3000, 640]  # of pieces of 1,024 each would waste some, and none holds the largest
     arena.reserve(sum(-(-size // 64) * 64 for size in sizes))

@@ -17,13 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tasks.policy.dispatch import Dispatcher, LocalDispatcher, make_dispatcher
-from tasks.policy.experts import expert_shards
-from tasks.policy.mesh import ParallelMesh, make_mesh
-from tasks.policy.model import load_policy
-from tasks.policy.names import stored_tensors
-from tasks.policy.trainer import make_optimizer, train_minibatch
-from tasks.policy.weights import (
+from tasks.policy.checkpoint.weights import (
     Shard,
     digest_tensors,
     disk_tensors,
@@ -33,6 +27,12 @@ from tasks.policy.weights import (
     tensor_digest,
     write_index,
 )
+from tasks.policy.dispatch.dispatcher import Dispatcher, LocalDispatcher, make_dispatcher
+from tasks.policy.models.model import load_policy
+from tasks.policy.parallel.experts import expert_shards
+from tasks.policy.parallel.mesh import ParallelMesh, make_mesh
+from tasks.policy.parallel.names import stored_tensors
+from tasks.policy.step.trainer import make_optimizer, train_minibatch
 
 SPLIT_FAMILIES = [
     family for family in FAMILIES if family != "gpt_oss"

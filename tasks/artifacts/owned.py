@@ -2,7 +2,7 @@
 
 Files and not ranges of them, and each is verified whole: what is in the cache is a whole content, whoever
 asked for it. A trainer's ranks store their own experts apart from what several ranks need (``by_file`` in
-``tasks/policy/weights.py``), so that a node leaves out the experts of others.
+``tasks/policy/checkpoint/weights.py``), so that a node leaves out the experts of others.
 """
 
 from collections.abc import Callable, Collection, Mapping

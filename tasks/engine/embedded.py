@@ -15,9 +15,9 @@ from transformers import DynamicCache
 
 from tasks.engine.protocol import Completion, Request, SamplingParams
 from tasks.engine.sampling import sample, uniforms
-from tasks.policy.dispatch import LocalDispatcher
-from tasks.policy.model import load_policy
-from tasks.policy.replay import RoutingRecorder
+from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.models.model import load_policy
+from tasks.policy.models.replay import RoutingRecorder
 
 
 class EmbeddedEngine:

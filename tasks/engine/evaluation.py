@@ -8,7 +8,7 @@ from tasks.engine.protocol import Completion, Request
 from tasks.environments.protocol import Outcome, Prompt
 from tasks.environments.scorer import Sample, make_scorer
 from tasks.experience.ledger import seed_of
-from tasks.policy.tokenizer import load_tokenizer, prompt_ids, require_room
+from tasks.policy.models.tokenizer import load_tokenizer, prompt_ids, require_room
 from tasks.records import CampaignRun, Evaluation
 from tasks.session import run_environment
 

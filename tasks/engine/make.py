@@ -91,8 +91,8 @@ def make_dialogue(config: CampaignConfig, folder: Path) -> Dialogue | None:
     from tasks.environments.make import make_environment
     from tasks.environments.protocol import is_multi_turn
     from tasks.environments.replies import environment_replies
-    from tasks.policy.chat import Chat
-    from tasks.policy.tokenizer import load_tokenizer
+    from tasks.policy.models.chat import Chat
+    from tasks.policy.models.tokenizer import load_tokenizer
 
     environment = make_environment(config.environment, seed=config.seed)
     if not is_multi_turn(environment) or environment.max_turns == 1:

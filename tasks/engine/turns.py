@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tasks.engine.protocol import Completion, Engine, Request, SamplingParams
-from tasks.policy.chat import Chat
+from tasks.policy.models.chat import Chat
 
 Reply = tuple[bool, str | None, str]
 """(whether the environment answered, its reply or None at the end, why it did not answer)."""

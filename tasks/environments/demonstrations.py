@@ -1,8 +1,8 @@
 """Right answers as tokens, for a supervised warm start."""
 
 from tasks.environments.protocol import Environment, Prompt, is_multi_turn
-from tasks.policy.chat import Chat
-from tasks.policy.tokenizer import encode
+from tasks.policy.models.chat import Chat
+from tasks.policy.models.tokenizer import encode
 
 
 def demonstrated(environment: Environment, chat: Chat, prompt: Prompt) -> tuple[list[int], list[bool]]:

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from tasks.environments.grades import Graded, Messages, scored
 from tasks.environments.protocol import Part
-from tasks.policy.tokenizer import encode
+from tasks.policy.models.tokenizer import encode
 from tasks.reward_config import RewardModelConfig
 
 NAME = "reward_model"

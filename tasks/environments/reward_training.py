@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from tasks.config import CampaignConfig
 from tasks.environments.make import make_environment
 from tasks.environments.reward_model import encode_conversation, forward, length_sorted_batches
-from tasks.policy.tokenizer import character_tokenizer
+from tasks.policy.models.tokenizer import character_tokenizer
 from tasks.reward_config import RewardModelConfig
 from tasks.rl.preferences import bradley_terry_loss, pair_accuracy
 

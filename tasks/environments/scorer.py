@@ -15,7 +15,7 @@ from tasks.config import CampaignConfig
 from tasks.environments.grades import Grade, Graded
 from tasks.environments.pool import Call, VerifierPool, standing_pool
 from tasks.environments.protocol import Environment, Outcome, Part, is_trusted, verify
-from tasks.policy.chat import Chat
+from tasks.policy.models.chat import Chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -69,7 +69,7 @@ def counted(description: Any) -> Shape:
     from transformers import AutoModelForCausalLM
 
     from tasks.model_config import num_experts
-    from tasks.policy.names import disk_pieces, is_one_experts
+    from tasks.policy.parallel.names import disk_pieces, is_one_experts
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(description)

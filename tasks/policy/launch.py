@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tasks.config import CampaignConfig
-from tasks.policy.update import update
+from tasks.policy.training.update import update
 from tasks.records import CampaignRun, PolicyVersion, TrainBatch
 from tasks.session import CURRENT_RUN, find_sealed, open_store, read_config, run_store
 from tasks.train_config import TOPOLOGIES

@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from tasks.config import CampaignConfig
 from tasks.policy.launch import require_topology
-from tasks.policy.process_group import process_group
-from tasks.policy.pulse import PULSE
-from tasks.policy.request import UpdateAnswer, UpdateRequest, await_request, put_answer
-from tasks.policy.resident import Resident
-from tasks.policy.stopping import StopRequest, exit_on_sigterm
-from tasks.policy.update import update_on_ranks
+from tasks.policy.ranks.process_group import process_group
+from tasks.policy.ranks.pulse import PULSE
+from tasks.policy.ranks.stopping import StopRequest, exit_on_sigterm
+from tasks.policy.training.request import UpdateAnswer, UpdateRequest, await_request, put_answer
+from tasks.policy.training.resident import Resident
+from tasks.policy.training.update import update_on_ranks
 from tasks.say import say
 from tasks.session import open_store, read_config, run_store
 

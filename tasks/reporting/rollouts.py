@@ -56,7 +56,7 @@ def group_columns(
 
 
 def _decoder(store: "PolicyStore", version: int) -> Callable[[list[int]], str]:
-    from tasks.policy.tokenizer import load_tokenizer
+    from tasks.policy.models.tokenizer import load_tokenizer
     from tasks.session import WEIGHTS
 
     with store.reading(version, without=WEIGHTS) as folder:

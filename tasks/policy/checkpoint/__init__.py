@@ -1,0 +1,1 @@
+"""Weights and optimizer state from live tensors to stored shards, and back."""

@@ -1,0 +1,79 @@
+"""Fully sharded data parallelism: a rank keeps its rows of the parameters and fetches others layer by layer.
+
+Dense parameters, or their tp parts, are split over ``fsdp * cp`` ranks and experts, already disjoint over
+``ep``, over ``efsdp``; copies of all that are kept ``dp_replicate`` times. Gradients are summed, never
+averaged: losses are divided by the global token count beforehand. Master weights, gradients and their sums
+are float32 whatever the type that is computed in.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tasks.policy.parallel.experts import experts_modules
+from tasks.policy.parallel.mesh import ParallelMesh
+
+
+def shard_parameters(model: PreTrainedModel, mesh: ParallelMesh, *, compute_dtype: torch.dtype) -> None:
+    """Split every parameter and compute in ``compute_dtype``; call after ``attach_dispatcher``.
+
+    Works on the meta device, so that a rank never allocates more than its rows. Makes process groups: every
+    rank must call it, also for a mesh of one rank.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "parameters must be sharded after init_process_group, got none. Call it first, also for one rank."
+        )
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    dense, experts = _dense_mesh(mesh, device), _expert_mesh(mesh, device)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # routing weights may be float32 beside half-precision rows; casting them would change what is computed
+    as_they_come = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for name, module in list(experts_modules(model)):
+        num_experts = module.expert_shard.num_experts
+        if num_experts % mesh.expert_shards:
+            choices = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
+            raise ValueError(
+                f"efsdp * ep must divide the {num_experts} experts of {name}, got {mesh.efsdp} * {mesh.ep}. "
+                f"Set fsdp * cp * tp to one of {choices}."
+            )
+        fully_shard(module, mesh=experts, mp_policy=as_they_come)
+    for module in list(model.modules()):
+        if isinstance(module, GradientCheckpointingLayer):  # transformers' base class of repeated layers
+            fully_shard(module, mesh=dense, mp_policy=precision)
+    fully_shard(model, mesh=dense, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # without it a factor of 1 is still a scaled sum
+
+
+def reshard_parameters(model: nn.Module) -> None:
+    """Let go of whole parameters that a forward pass without a backward one leaves in their shards' place."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+def _dense_mesh(mesh: ParallelMesh, device: str) -> DeviceMesh:
+    ranks = torch.arange(mesh.world_size).view(mesh.pp, -1, mesh.dense_shards, mesh.tp)
+    whole = DeviceMesh(device, ranks, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    return whole["dp_replicate", "fsdp"] if ranks.shape[1] > 1 else whole["fsdp"]
+
+
+def _expert_mesh(mesh: ParallelMesh, device: str) -> DeviceMesh:
+    ranks = torch.arange(mesh.world_size).view(mesh.pp, -1, mesh.efsdp, mesh.ep)
+    whole = DeviceMesh(device, ranks, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
+    return whole["dp_replicate", "efsdp"] if ranks.shape[1] > 1 else whole["efsdp"]

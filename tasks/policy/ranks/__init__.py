@@ -1,0 +1,1 @@
+"""The processes of a training: joined, watched, told to stop."""

@@ -1,0 +1,1 @@
+"""One optimizer step: what is read of a micro-batch, its loss, the gradient of all ranks, AdamW."""
