@@ -14,6 +14,8 @@ from test_standing import leases, standing, start_run
 from test_worker import put
 
 from tasks.artifacts.manifest import Blob
+from tasks.artifacts.store import PolicyStore
+from tasks.artifacts.version import PolicyVersion
 from tasks.engine import in_flight
 from tasks.engine.embedded import EmbeddedEngine
 from tasks.engine.in_flight import newest_after, taking_newer
@@ -96,20 +98,28 @@ def samples(run: CampaignRun, iteration: int = 2) -> pl.DataFrame:
 
 def test_a_standing_worker_takes_a_version_that_is_published_while_it_samples(
     run: CampaignRun, worker: StandingWorker, engine: Publishes, folders: dict[int, Path],
-    store_folder: Path, capsys: pytest.CaptureFixture[str],
+    store_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     put(run_buffer(run), 2, version=1)
 
+    publishing = threading.Lock()
+
     def two_at_once() -> None:
-        publish(run, 2, folders[6])
-        publish(run, 3, folders[7])
+        with publishing:
+            publish(run, 2, folders[6])
+            publish(run, 3, folders[7])
+
+    def both_or_none(store: PolicyStore, version: int) -> PolicyVersion | None:
+        with publishing:
+            return newest_after(store, version)
+
+    monkeypatch.setattr("tasks.engine.standing.newest_after", both_or_none)
 
     engine.events = {3: two_at_once}
     assert worker.work() == 2
     frame = samples(run)
     mixed = [parts for parts in spans(frame) if len(parts) > 1]
-    assert mixed and all(first == (1, 3) for first, *_ in mixed)
-    assert {version for parts in mixed for version, _ in parts[1:]} <= {2, 3}
+    assert mixed and all(parts == [(1, 3), (3, parts[1][1])] for parts in mixed)
     assert spans(frame)[-1][0][0] == engine.version == 3, "the next portion is sampled by the newest alone"
     check_logprobs(frame, {1: folders[5], 2: folders[6], 3: folders[7]}, atol=EXACT)
     assert leases(store_folder / "cache", run.campaign) == [3]
