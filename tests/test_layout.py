@@ -34,7 +34,10 @@ def imports(path, *, at_module_level=False):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            parts = node.module.split(".")
+            is_package = len(parts) > 1 and ROOT.joinpath(*parts, "__init__.py").exists()
+            names = [f"{node.module}.{alias.name}" for alias in node.names]  # modules, or what it defines
+            yield from names if is_package else [node.module]
 
 
 def _executed_on_import(node):

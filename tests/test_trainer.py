@@ -21,6 +21,7 @@ from tasks.policy.parallel.mesh import (
     _square_sum,
     clip_gradients,
     make_mesh,
+    norm_dtype,
     reduce_gradients,
     split_parameters,
 )
@@ -254,3 +255,18 @@ def test_a_mesh_or_norm_that_cannot_be_is_refused():
         make_mesh(2, 1)
     with pytest.raises(ValueError, match=r"max_norm must be positive, got 0"):
         clip_gradients(tiny_policy("qwen3_moe"), make_mesh(1, 1), 0, {})
+
+
+@pytest.mark.parametrize(
+    ("grad", "device", "expected"),
+    [
+        (torch.bfloat16, "cpu", torch.float64), (torch.float32, "cpu", torch.float64),
+        (torch.bfloat16, "cuda", torch.float32), (torch.float32, "cuda", torch.float32),
+        (torch.float64, "cuda", torch.float64),
+    ],
+)  # fmt: skip
+def test_squares_of_a_gradient_are_added_up_in_no_less_than_float32(grad, device, expected):
+    assert norm_dtype(grad, device) is expected
+    values = torch.full((1000,), 3e-3, dtype=grad)
+    norm = torch.linalg.vector_norm(values, dtype=norm_dtype(grad, device))
+    assert norm.item() == pytest.approx(values.double().square().sum().sqrt().item(), rel=1e-6)

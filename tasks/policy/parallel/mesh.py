@@ -245,12 +245,19 @@ def _buckets(grads: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor
         yield bucket
 
 
+def norm_dtype(grad: torch.dtype, device: str) -> torch.dtype:
+    """What squares of one gradient are added up in. A GPU adds in float32, by a tree of blocks: in float64 it
+    would write a copy of the gradient, four times its bytes, and read it again. So one above 1.8e19 is not
+    finite there, and its step is skipped where a CPU would clip it."""
+    return torch.float64 if device == "cpu" else torch.promote_types(grad, torch.float32)
+
+
 def _square_sum(params: list[nn.Parameter], device: torch.device) -> Tensor:
-    """In float64 over parameters. Within one a GPU adds in float32, by a tree of blocks: in float64 it would
-    write a copy of the gradient, four times its bytes, and read it again."""
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    """In float64 over parameters."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for param in params:
         if param.grad is not None:
-            total += torch.linalg.vector_norm(local_tensor(param.grad), dtype=dtype).double().square()
+            grad = local_tensor(param.grad)
+            norm = torch.linalg.vector_norm(grad, dtype=norm_dtype(grad.dtype, device.type))
+            total += norm.double().square()
     return total
