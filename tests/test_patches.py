@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -304,6 +306,52 @@ def test_a_missing_patch_and_a_damaged_base_are_told_apart(
     reader.bucket._client.delete_object(Bucket=reader.bucket.name, Key=blob.key, VersionId=blob.version_id)
     with pytest.raises(CorruptArtifact, match=rf"model\.safetensors \(patch\) must exist as {blob.key}"):
         reader.pull(3)
+
+
+def damaged_base(reader: PolicyStore, content: bytes) -> Path:
+    """The cached content of version 1, the base of version 2, with a wrong bit in its middle."""
+    path = reader.cache.folder / "sha256" / (digest := file_of(reader, 1).sha256)[:2] / digest
+    reader.pull(1)
+    data = bytearray(content)
+    data[len(data) // 2 + 1] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("version", [3, 1], ids=["removed", "healed"])
+def test_two_that_find_one_base_damaged_both_go_on(
+    policy_store, chain, store_folder, tmp_path, monkeypatch, version
+):
+    """The second one, whose base was gone or whole by then, took the patch to be at fault."""
+    reader, other = (
+        open_store(str(store_folder), policy_store.campaign, cache=tmp_path / "shared") for _ in range(2)
+    )
+    damaged_base(reader, chain[1])
+    rebuild, others = reader.cache._rebuild_from, [version]
+
+    def while_another_heals(*arguments) -> None:
+        try:
+            rebuild(*arguments)
+        finally:
+            for number in [others.pop()] if others else []:
+                assert (other.pull(number) / "model.safetensors").read_bytes() == chain[number]
+
+    monkeypatch.setattr(reader.cache, "_rebuild_from", while_another_heals)
+    assert (reader.pull(2) / "model.safetensors").read_bytes() == chain[2]
+    assert not others
+
+
+def test_a_damaged_base_is_removed_under_its_lock(policy_store, chain, store_folder, tmp_path):
+    """Its holder may be about to link what it has just made there."""
+    reader = open_store(str(store_folder), policy_store.campaign, cache=tmp_path / "reader")
+    path = damaged_base(reader, chain[1])
+    with path.with_suffix(".lock").open() as lock, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        pulled = pool.submit(reader.pull, 2)
+        assert not wait([pulled], timeout=0.5).done and path.exists()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert (pulled.result() / "model.safetensors").read_bytes() == chain[2]
 
 
 def test_a_damaged_base_is_found_in_a_tensor_that_no_patch_touches(policy_store, store_folder, tmp_path):

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -208,16 +209,26 @@ class Cache:
         contents = [file.full.sha256, *(patch.sha256 for patch in file.patches)]
         for tries_left in reversed(range(len(contents))):
             first, base = self._base(name, file, contents)
-            try:
-                with base:
+            with base:
+                try:
                     return self._rebuild_from(first, base, name, file, partial)
-            except CorruptArtifact as error:
-                path = self._path(contents[first])
-                is_intact = not path.exists() or digests_of(path).sha256 == contents[first]
-                if is_intact or not tries_left:
-                    text = f"file {name} must be rebuilt to its published content, got: {error}"
-                    raise CorruptArtifact(text) from error
+                except CorruptArtifact as error:
+                    base.seek(0)  # what was read, whatever lies at its path by now
+                    is_intact = hashlib.file_digest(base, "sha256").hexdigest() == contents[first]
+                    if is_intact or not tries_left:
+                        text = f"file {name} must be rebuilt to its published content, got: {error}"
+                        raise CorruptArtifact(text) from error
+            self._give_up_base(name, contents[first])
+
+    def _give_up_base(self, name: str, digest: str) -> None:
+        """Unless another process did, or has made it again. Contents are locked from newer to older ones."""
+        path = self._path(digest)
+        fd = _locked(path.with_suffix(".lock"), fcntl.LOCK_EX)
+        try:
+            if path.exists() and digests_of(path).sha256 != digest:
                 _give_up(name, path, "other content than its name's")
+        finally:
+            os.close(fd)
 
     def _rebuild_from(self, first: int, base: BinaryIO, name: str, file: PatchedBlob, partial: Path) -> None:
         fetched: list[Path] = []
@@ -243,7 +254,7 @@ class Cache:
             patches, base, partial, num_threads=self._num_threads, found=found, is_checked=found is None
         )
 
-    def _base(self, name: str, file: PatchedBlob, contents: list[str]) -> tuple[int, BinaryIO]:
+    def _base(self, name: str, file: PatchedBlob, contents: list[str]) -> tuple[int, BufferedReader]:
         """Which content of the chain a file is made from, and that content, open: it may be evicted now."""
         for number in reversed(range(len(contents) - 1)):
             with contextlib.suppress(FileNotFoundError):
@@ -301,7 +312,7 @@ class Cache:
 
 def _give_up(name: str, path: Path, wrong: str) -> None:
     """A power cut leaves empty files, a failing disk wrong ones; what is published is still in the store."""
-    path.unlink()
+    path.unlink(missing_ok=True)
     say("cache", f"{name} was damaged in {path}, {wrong}: fetched again. If it comes back, replace the disk.")
 
 
