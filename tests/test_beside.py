@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from test_packing import rows
 from transformers import PreTrainedModel
 
-from tasks.artifacts.owned import Checkpoint
+from tasks.artifacts.owned import Checkpoint, checkpoint_of
 from tasks.config import CampaignConfig
 from tasks.policy.dispatch.dispatcher import LocalDispatcher
 from tasks.policy.models.model import Head, load_policy
@@ -25,6 +26,7 @@ from tasks.policy.step.trainer import token_logprobs_and_entropy
 from tasks.policy.training.beside import with_other_versions, with_proximal
 from tasks.policy.training.workbench import Workbench
 from tasks.records import CampaignRun, TrainBatch
+from tasks.session import open_store
 
 
 def make_bench(
@@ -91,6 +93,38 @@ def test_reference_and_teacher_are_the_named_versions_and_share_no_memory(
         del model
     supervised = make_bench(policy_store, store_folder, algorithm, objective="supervised")
     assert with_other_versions(supervised, rows()) == rows()  # a warm start has neither
+
+
+def leased(cache: Path) -> set[int]:
+    """The versions whose folders no cache may remove at the moment."""
+    versions = set()
+    for path in cache.glob("leases/*/*"):
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                versions.add(int(path.name.partition("-")[0]))
+    return versions
+
+
+def test_versions_that_were_read_may_be_evicted_and_the_policy_not_even_where_it_is_the_reference(
+    policy_store, store_folder, campaign, tmp_path
+):
+    """A trainer that stays kept one more at each update, until its cache was full."""
+    for number in range(2):
+        folder = saved(tiny_policy("qwen3_moe", seed=number), tmp_path / str(number))
+        policy_store.commit(manifest(policy_store, number, policy_store.put_folder(folder)))
+    algorithm = {
+        "advantage": "teacher", "teacher": {"campaign": campaign, "version": 1},
+        "kl": "loss", "kl_coefficient": 0.1, "reference_version": 0,
+    }  # fmt: skip
+    config = make_bench(policy_store, store_folder, algorithm).config
+    policies = open_store(config, campaign)
+    policy = checkpoint_of(policies, 0)
+    with_other_versions(make_bench(policies, store_folder, algorithm), rows())
+    assert leased(policies.cache.folder) == {0}
+    policy.release()
+    assert leased(policies.cache.folder) == set()
 
 
 def test_the_proximal_policy_is_the_one_before_the_first_step(policy_store, store_folder, tmp_path):

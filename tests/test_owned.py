@@ -267,11 +267,21 @@ def test_a_checkpoint_of_one_file_without_an_index_is_fetched_when_it_is_read(po
 
 
 def a_node_a_rank(folder: str) -> Callable[[], None]:
-    """Each rank of an update gets a cache of its own."""
+    """Each rank of an update gets a cache of its own, and says at the end which folders it still leases."""
 
     def hurt() -> None:
         from tasks.artifacts import store
+        from tasks.policy.training.resident import Resident
 
+        close = Resident.close
+
+        def close_and_say(resident: Resident) -> None:
+            close(resident)
+            opened = [fd.readlink() for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+            leases = [f"{path.parent.name}/{path.name}" for path in opened if "leases" in path.parts]
+            (Path(folder) / f"leases-{os.environ['RANK']}").write_text("\n".join(leases))
+
+        Resident.close = close_and_say
         original = store.open_store
         store.open_store = lambda *args, **options: original(
             *args, **options | {"cache": Path(folder) / os.environ["RANK"]}
@@ -280,7 +290,10 @@ def a_node_a_rank(folder: str) -> Callable[[], None]:
     return hurt
 
 
-def test_an_update_fetches_what_each_node_owns_of_policy_and_critic(store_folder, tmp_path):
+def test_an_update_fetches_what_each_node_owns_of_policy_and_critic_and_keeps_no_lease(
+    store_folder, tmp_path
+):
+    """A trainer that stays makes one update after another."""
     algorithm = {"advantage": "gae", "gae_lambda": 0.95, "whiten": True}
     job = make_job("owned", store_folder, algorithm, minibatches=1)
     run = job[0]
@@ -292,6 +305,7 @@ def test_an_update_fetches_what_each_node_owns_of_policy_and_critic(store_folder
     )
     assert codes == [0, 0] and made(tmp_path).version == 2, said
     for rank in range(2):
+        assert (tmp_path / f"leases-{rank}").read_text() == ""
         for campaign in (run.campaign, f"{run.campaign}.critic"):
             (folder,) = (tmp_path / str(rank) / campaign).glob("000000000001-*")
             parts = ("dense-00001", f"{rank + 1:05d}")

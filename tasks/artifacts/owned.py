@@ -24,18 +24,24 @@ def already_there(_names: Collection[str]) -> None:
     """Of a folder that has all its files."""
 
 
+def not_leased() -> None:
+    """Of a folder that no cache evicts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A folder with a checkpoint's configuration and indexes; its tensors come when they are asked for."""
 
     folder: Path
     fetch: Fetch = already_there
+    release: Callable[[], None] = not_leased
+    """Lets the cache evict the folder, once it has been read."""
 
 
 def checkpoint_of(store: "PolicyStore", version: "int | PolicyVersion") -> Checkpoint:
     """A version, in the folder that ``pull`` makes: whoever needs all of it pulls, which brings the rest."""
     folder = store.pull(version, without=TENSORS)
-    return Checkpoint(folder, lambda names: store.pull(version, names=names))
+    return Checkpoint(folder, lambda names: store.pull(version, names=names), lambda: store.release(folder))
 
 
 def files_holding(owned: Collection[str], index: Mapping[str, str]) -> list[str]:

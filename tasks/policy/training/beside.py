@@ -42,13 +42,16 @@ def with_other_versions(bench: Workbench, rows: list[Row]) -> list[Row]:
     reader = reader_of(run.config, bench.batch.objective)
     others: dict[str, Checkpoint] = {}
     if algorithm.kl != "none":
-        others["reference_logprob"] = checkpoint_of(bench.store, algorithm.reference_version)
+        # a store with leases of its own: the reference may be the very version that is to be trained
+        policies = open_store(run.config, bench.store.campaign)
+        others["reference_logprob"] = checkpoint_of(policies, algorithm.reference_version)
     if algorithm.advantage == "teacher":
         teachers = open_store(run.config, algorithm.teacher.campaign)
         others["teacher_logprob"] = checkpoint_of(teachers, algorithm.teacher.version)
     for column, checkpoint in others.items():
         model = bench.load(checkpoint)
         rows = with_column(rows, column, bench.read(model, rows, reader))
+        checkpoint.release()
         del model
         release()
     return rows
@@ -106,6 +109,8 @@ def update_critic(
     if not is_begun:
         prepared = replace(prepared, rows=read_values(critic, prepared.rows, config.train))
     prepared = _trained(bench, attempt, critic, critics, prepared, policy, parent)
+    if found:
+        found[0].release()
     del critic, model, optimizer
     release()
     return prepared

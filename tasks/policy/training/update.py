@@ -91,7 +91,7 @@ def update_on_ranks(
                     stored.files, stored.tensor_digest, prepared, position, trainee=trainee, metrics=metrics
                 )
         resident.keep(trainee, arena, stored.files)
-        store.release(checkpoint.folder)
+        checkpoint.release()
         manifest = _manifest(bench, parent, prepared, stored, metrics, means=means, seconds=clock.seconds)
         if dist.get_rank() == 0:
             _say(batch, metrics, clock, means)
