@@ -191,8 +191,10 @@ class TorchElasticTask(PytorchElasticFunctionTask):
 
 def _require_shared_memory(num_ranks: int, error: OSError) -> None:
     """Torch makes a page of shared memory for each of its semaphores: two a rank and five."""
+    if error.errno != errno.ENOSPC:  # of another kind, perhaps on a machine without such a folder
+        return
     needed, free = (2 * num_ranks + 5) * os.sysconf("SC_PAGE_SIZE"), shutil.disk_usage(SHARED_MEMORY).free
-    if error.errno == errno.ENOSPC and free < needed:
+    if free < needed:
         raise RuntimeError(
             f"{SHARED_MEMORY} must have {needed:,} bytes free for {num_ranks} ranks to start, got {free:,}. "
             "Remove what ended processes left there, or give this machine more: docker run --shm-size=1g, or "

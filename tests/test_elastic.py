@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import tempfile
 import pytest
 from flytekit import task
 
+from tasks import elastic
 from tasks.elastic import RANK_SERVER, TorchElastic
 
 TWO_RANKS = TorchElastic(nnodes=1, nproc_per_node=2, max_restarts=0, monitor_interval=0.1)
@@ -81,6 +83,12 @@ def test_ranks_that_find_shared_memory_full_say_what_they_need(tmp_path):
         [*inside, f"{full} && exec {sys.executable} {tmp_path / 'full.py'}"], capture_output=True, text=True
     )
     assert run.returncode and "/dev/shm must have 36,864 bytes free for 2 ranks to start, got" in run.stderr
+
+
+@pytest.mark.parametrize("kind", [errno.EACCES, errno.ENOENT])
+def test_an_error_that_is_not_of_space_stays_what_it_is_without_shared_memory(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(elastic, "SHARED_MEMORY", str(tmp_path / "none"))
+    elastic._require_shared_memory(2, OSError(kind, "of another kind"))
 
 
 def test_a_signal_after_a_training_does_what_it_did_before():
