@@ -212,7 +212,7 @@ def _rules(schema: Frame) -> list[pl.Expr]:
     """One truth for each rule of a schema. Pandera runs some queries for each at every call, 7 ms for a
     portion's rollouts, under the lock of an interpreter that should be sending requests."""
     declared = schema.to_schema()
-    assert not (declared.unique or declared.ordered), "rules of pandera that are not translated here"
+    _require_translated(declared)
     schema.validate(pl.DataFrame(schema=polars_schema(schema)))  # built-in rules are known once one was asked
     rules = []
     for name, column in declared.columns.items():
@@ -225,6 +225,20 @@ def _rules(schema: Frame) -> list[pl.Expr]:
         rules += [_question(check, name) for check in column.checks]
     rules += [_question(check, "*") for check in declared.checks or ()]
     return [rule.all().alias(str(number)) for number, rule in enumerate(rules)]
+
+
+def _require_translated(declared: pa.DataFrameSchema) -> None:
+    """What else pandera can be told, which ``_rules`` and ``is_good`` would pass over; parsers of
+    polars frames it refuses itself."""
+    columns = declared.columns.values()
+    checks = [*(declared.checks or ()), *(check for column in columns for check in column.checks)]
+    assert declared.strict is True, "a schema must be strict: the one query asks for exactly its columns"
+    assert not (declared.unique or declared.ordered), "the query asks no frame to be unique or ordered"
+    for part in (declared, *columns):
+        assert not part.coerce, f"{part.name}: coerce changes what is only asked here"
+    for column in columns:
+        assert column.required and not column.regex, f"{column.name} must be one column that is always there"
+    assert not any(check.raise_warning for check in checks), "a check that only warns would refuse here"
 
 
 def _question(check: pa.Check, column: str) -> pl.Expr:

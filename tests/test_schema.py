@@ -14,6 +14,7 @@ from tasks.schema import (
     SchemaViolation,
     ScoredFrame,
     TrainFrame,
+    _rules,
     from_bytes,
     is_good,
     make_frame,
@@ -168,6 +169,65 @@ def require_agreement(frame, schema):
         assert not is_good(frame, schema)
     else:
         assert is_good(frame, schema)
+
+
+class Strict(pa.DataFrameModel):
+    number: int = pa.Field(ge=0)
+
+    class Config(pa.DataFrameModel.Config):
+        strict = True
+
+
+class Loose(Strict):
+    class Config(pa.DataFrameModel.Config):
+        strict = False
+
+
+class Filtering(Strict):
+    class Config(pa.DataFrameModel.Config):
+        strict = "filter"
+
+
+class Coercing(Strict):
+    class Config(Strict.Config):
+        coerce = True
+
+
+class CoercingColumn(Strict):
+    number: int = pa.Field(coerce=True)
+
+
+class Ordered(Strict):
+    class Config(Strict.Config):
+        ordered = True
+
+
+class Warns(Strict):
+    number: int = pa.Field(ge=0, raise_warning=True)
+
+
+class WarnsOfFrame(Strict):
+    @pa.dataframe_check(raise_warning=True)
+    def small(cls, data):
+        return data.lazyframe.select(pl.col("number") < 9)
+
+
+class Pattern(Strict):
+    numbers: int = pa.Field(alias="n.*", regex=True)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (Loose, "must be strict"), (Filtering, "must be strict"), (Coercing, "coerce"),
+        (CoercingColumn, "number: coerce"), (Ordered, "ordered"), (Warns, "only warns"),
+        (WarnsOfFrame, "only warns"), (Pattern, "must be one column"),
+    ],
+)  # fmt: skip
+def test_what_the_one_query_would_pass_over_is_refused(schema, words):
+    assert len(_rules(Strict)) == 2
+    with pytest.raises(AssertionError, match=words):
+        _rules(schema)
 
 
 @pytest.mark.parametrize("schema", GOOD, ids=lambda schema: schema.__name__)
