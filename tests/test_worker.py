@@ -241,6 +241,27 @@ def test_the_deadline_aborts_the_engine_and_the_lease_is_free_for_others(buffer,
     assert lease.attempt == 2 and buffer.produced(2).samples == 0
 
 
+def test_a_renewal_that_fails_is_made_again_and_the_deadline_is_still_kept(buffer, folder, monkeypatch):
+    put(buffer, 1)
+    renew, renewals = buffer.renew, []
+
+    def renew_but_once(lease):
+        renewals.append(lease)
+        if len(renewals) == 1:
+            raise ConnectionError("the buffer is away")
+        return renew(lease)
+
+    monkeypatch.setattr(buffer, "renew", renew_but_once)
+    departure = Departure(grace_seconds=1.2)  # the lease is for a second
+    departure.begin("SIGTERM")
+    lease = buffer.lease("a", iteration=2, policy_version=5)[0]
+    worker = member(buffer, "a", engine=_loaded(Endless(batch_size=16), folder), departure=departure)
+    done, start = WorkDone(), time.monotonic()
+    worker._work(lease, done)
+    assert 1.0 < time.monotonic() - start < 5 and len(renewals) >= 2
+    assert (done.num_portions, done.num_returned) == (0, 1)
+
+
 @RESUMES
 def test_a_lost_lease_aborts_the_engine(buffer, folder, valkey_url, campaign, required_version):
     put(buffer, 1)

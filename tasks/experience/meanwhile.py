@@ -15,12 +15,21 @@ def meanwhile(
     patience: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[None]:
     """While the block runs, ``act`` in another thread, for the first time after ``every`` seconds. At the end
-    one that has begun is waited for, as long as there is ``patience``: the seconds that are left for it."""
-    is_over = threading.Event()
+    one that has begun is waited for, as long as there is ``patience``: the seconds that are left for it.
+
+    One that fails is tried again like one that does not; if the last one failed, its error is raised at the
+    end, unless the block raised one of its own.
+    """
+    is_over, failed = threading.Event(), list[BaseException]()
 
     def repeat() -> None:
         while not is_over.wait(every):
-            act()
+            try:
+                act()
+            except BaseException as error:
+                failed[:] = [error]
+            else:
+                failed.clear()
 
     thread = threading.Thread(target=repeat, name=name, daemon=True)
     thread.start()
@@ -30,3 +39,5 @@ def meanwhile(
         is_over.set()
         while thread.is_alive() and patience() > 0:
             thread.join(every)
+    for error in tuple(failed):
+        raise error
