@@ -1,11 +1,13 @@
 """Folders of embedded servers: what a lost power leaves in them, and what they may be called."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 from test_embedded import ping
 
+from tasks.embedded.process import Launch, Server, ensure_running
 from tasks.embedded.valkey import ensure_valkey
 
 
@@ -26,6 +28,16 @@ def test_files_that_a_lost_power_left_empty_or_cut_do_not_keep_a_server_down(
 def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     assert ping(ensure_valkey(tmp_path / name)) == b"+OK\r\n+PONG\r\n"
     assert list((tmp_path / name / "valkey/data").iterdir()), "the append-only file"
+
+
+def test_what_may_not_be_read_elsewhere_is_no_fault_of_the_folder(tmp_path: Path) -> None:
+    def plan(folder: Path, ports: list[int]) -> Launch:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/opt/server")
+
+    server = Server(name="Elsewhere", port_field="port", num_ports=1, plan=plan,
+                    is_ready=lambda folder, ports: True, grace_s=1.0, deadline_s=1.0)  # fmt: skip
+    with pytest.raises(PermissionError, match="Permission denied: '/opt/server'"):
+        ensure_running(server, tmp_path)
 
 
 def test_a_folder_of_another_user_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_said() -> None:
     assert "keeps 488.5 GB of 151" in page and "DOES NOT FIT" in page and "give --seconds" in page
 
 
-def test_a_checkpoint_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_here_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = shipped("smollm2_moe")
     with pytest.raises(
         SystemExit, match=r"config.json must be readable here, got none in /mnt/models/smollm2-moe"
@@ -168,6 +168,9 @@ def test_a_checkpoint_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
         described(config, None)
     with pytest.raises(SystemExit, match=r"got model\.random, which is built for one machine"):
         described(shipped("laptop"), None)  # it said "got none in .."
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=rf"must be readable here, got none in {tmp_path}\."):
+        described(shipped("laptop"), Path("."))  # it said "got model.random"
     (tmp_path / "config.json").write_text('{"model_type": "mixtral", "num_hidden_layers": 1}')
     assert counted(described(config, tmp_path)).layers == 1
     assert all(Path(shipped(n).model.folder).name in PUBLISHED for n in ("one_node", "deepseek_v3_moe"))

@@ -98,6 +98,9 @@ def ensure_running(server: Server, folder: Path, *, port: int = 0) -> list[int]:
                 if ports is None:
                     ports = _start(server, folder, port)
     except PermissionError as error:
+        where = Path(str(error.filename))
+        if folder not in (where, *where.parents) and where not in folder.parents:
+            raise  # the server's program, for one
         raise ValueError(
             f"{folder} must belong to the user that runs this, {os.geteuid()}, who must write into it, got "
             f"{error.strerror} for {error.filename}. An embedded server is one user's: choose a folder of "

@@ -48,16 +48,16 @@ def described(config: CampaignConfig, folder: Path | None) -> Any:
     """The transformers configuration of the campaign's policy; ``folder`` replaces the campaign's."""
     from transformers import AutoConfig
 
-    where = folder or Path(config.model.folder)
-    if (where / "config.json").is_file():
-        return AutoConfig.from_pretrained(where)
-    if where.name in PUBLISHED:
-        return AutoConfig.for_model(**PUBLISHED[where.name])
-    if not where.name:
+    if folder is None and not config.model.folder:
         raise SystemExit(
             "the policy must have a config.json to be planned with, got model.random, which is built for one "
             "machine and needs no plan. Give --model the folder of the policy that you mean to train."
         )
+    where = (folder or Path(config.model.folder)).absolute()
+    if (where / "config.json").is_file():
+        return AutoConfig.from_pretrained(where)
+    if where.name in PUBLISHED:
+        return AutoConfig.for_model(**PUBLISHED[where.name])
     raise SystemExit(
         f"the policy's config.json must be readable here, got none in {where}. Give --model a folder with it."
     )

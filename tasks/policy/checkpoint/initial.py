@@ -27,7 +27,7 @@ def initial_manifest(store: "PolicyStore", run: CampaignRun) -> Manifest:
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(run.config.model.folder) if run.config.model.folder else _random_policy(run, Path(name))
-        _require_matching_vocabulary(folder, run)
+        _require_trainable(folder, run)
         digest = weights.tensor_digest(_finite_tensors(folder))  # before anything is stored
         files = {path.name: store.put_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
         return Manifest(
@@ -84,7 +84,7 @@ def _require_stated_experts(config: Any, run: CampaignRun) -> None:
         )
 
 
-def _require_matching_vocabulary(folder: Path, run: CampaignRun) -> None:
+def _require_trainable(folder: Path, run: CampaignRun) -> None:
     from transformers import AutoConfig
 
     if not (folder / "config.json").exists():

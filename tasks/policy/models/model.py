@@ -174,8 +174,9 @@ def place_for(target: Tensor, piece: Piece, tensor: Tensor) -> Tensor:
             "Check that config.json belongs to these weights."
         )
     if place.is_floating_point() and tensor.dtype not in TRAINED_DTYPES:
+        *most, last = (str(dtype).removeprefix("torch.") for dtype in TRAINED_DTYPES)
         raise ValueError(
-            f"{piece.disk_name} must be float32, bfloat16 or float16, got {tensor.dtype}: without its scales "
+            f"{piece.disk_name} must be {', '.join(most)} or {last}, got {tensor.dtype}: without its scales "
             "a quantised weight is another number. Convert the checkpoint to bfloat16 first."
         )
     return place
