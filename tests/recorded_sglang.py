@@ -58,12 +58,18 @@ class Recorded(BaseHTTPRequestHandler):
                 state["weights"] = zlib.crc32(content) + state.get("drift", 0)
             return self.reply({"success": True})
         if self.path == "/abort_request":
+            state.setdefault("aborted", []).append(body["rid"])
             return self.reply({})
-        if body["rid"] == ["probe"]:
+        state.setdefault("asked", []).extend(body["rid"])
+        if body["rid"][0].startswith("probe-"):
             values = [[-float(state["weights"]), token, None] for token in body["input_ids"][0]]
             return self.reply([{"meta_info": {"input_token_logprobs": values}}])
         state["generated"] = state.get("generated", 0) + 1
+        held = state.setdefault("held", set())
+        if twice := held.intersection(body["rid"]):
+            return self.reply({"error": {"message": f"Duplicate request ID detected: {min(twice)}"}}, 400)
         if state["generated"] in state.get("stumbles", ()):
+            held.update(body["rid"])
             return self.hang_up()
         if state.get("dies_at") == state["generated"]:
             state["is_dead"] = True

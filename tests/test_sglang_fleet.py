@@ -4,6 +4,7 @@ was recorded to; what SGLang itself does is tested in ``test_sglang_real.py``.
 
 import asyncio
 import gc
+import itertools
 import os
 import shutil
 import threading
@@ -14,6 +15,7 @@ from policies import save_tiny_policy
 from recorded_sglang import RecordedRouter, attached, recorded
 
 from tasks.engine.protocol import Request, SamplingParams
+from tasks.engine.sglang import SglangEngine
 from tasks.engine.sglang_client import Budget, SglangError
 
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=1.0, stop_ids=frozenset({1}))
@@ -90,14 +92,52 @@ def test_an_abort_that_nobody_asked_for_is_an_error(untied):
             engine.generate(REQUESTS, PARAMS)
 
 
-def test_requests_that_a_server_aborts_as_it_ends_go_to_the_others(untied):
-    """They ended the worker, though another server was there."""
-    with recorded() as first, recorded(aborts_until=10**6) as second:
-        engine = attached(first, second)
+@pytest.mark.parametrize("num_groups", [1, 2, 16])
+def test_requests_that_a_server_aborts_as_it_ends_go_to_the_others(untied, num_groups):
+    """They ended the worker, though another server was there: the one that ends had the fewest on its way."""
+    with recorded(aborts_until=10**6) as ending, recorded() as other:
+        engine = attached(ending, other)
         engine.load(untied[0], 3)
-        groups = engine.generate(REQUESTS * 4, PARAMS)
+        groups = engine.generate(REQUESTS[:1] * num_groups, PARAMS)
         assert {completion.finish_reason for group in groups for completion in group} == {"stop"}
-        assert "aborted by the server" in engine.describe() and second.state["generated"] >= 3
+        assert ending.state["generated"] >= 1 and other.state["generated"] == num_groups
+        if num_groups == 16:
+            assert "aborted by the server" in engine.describe() and ending.state["generated"] >= 3
+
+
+def test_a_request_that_broke_off_is_asked_again_while_its_server_holds_the_first(untied):
+    """Under the name of the first it was refused: `Duplicate request ID`."""
+    with recorded(stumbles={1}) as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        groups = engine.generate(REQUESTS[:1], PARAMS)
+        assert [completion.finish_reason for completion in groups[0]] == ["stop"] * 4
+
+
+def test_an_abort_finds_a_request_that_was_asked_again(untied):
+    pair = Request(prompt_ids=(2, 9, 3), seeds=(0, 1))
+    with recorded(stumbles={1}, seconds=1.0) as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        call = threading.Thread(target=engine.generate, args=([pair], PARAMS))
+        call.start()
+        while not server.state.get("running"):
+            time.sleep(0.01)
+        engine.abort()
+        call.join()
+        names = set(server.state["aborted"])
+        assert sorted(name.endswith(".1") for name in names) == [False, False, True, True]
+
+
+def test_processes_that_share_servers_name_their_requests_apart(untied, monkeypatch):
+    """Each counted from 0, and of two that asked at once the second was refused."""
+    with recorded() as server:
+        for _ in range(2):
+            monkeypatch.setattr(SglangEngine, "_numbers", itertools.count())  # as in a process of its own
+            engine = attached(server)
+            engine.load(untied[0], 3)
+            engine.generate(REQUESTS[:1], PARAMS)
+        assert len(set(server.state["asked"])) == len(server.state["asked"]) >= 8
 
 
 def test_a_request_that_no_server_takes_leaves_all_in_service(untied):

@@ -13,6 +13,7 @@ its way when an abort arrives escapes it; so ids are checked here, and aborts ar
 
 import asyncio
 import itertools
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -131,27 +132,43 @@ class Fleet:
     def _fit_budget(self) -> None:
         self.budget.size = int(self.config.max_running_requests * len(self.serving) * OVERCOMMIT)
 
-    async def send(self, body: dict[str, Any], is_aborted: Callable[[], bool]) -> list[dict[str, Any]]:
+    async def send(
+        self, body: dict[str, Any], running: dict[str, None], is_aborted: Callable[[], bool]
+    ) -> list[dict[str, Any]]:
         """The answers of a group, from the server with the least on its way; another one if that fails, or
-        aborts what nobody wanted aborted, as one does that is told to end."""
-        count = len(body["rid"])
-        for tries_left in reversed(range(self.config.max_failures)):
-            address = self._choose()
-            address.num_sequences += count
-            try:
-                answers = await self._post(address, body)
-                if not is_aborted():
-                    _require_unaborted(answers)
-                address.failures = 0
-                return answers
-            except RequestRefused:  # as every server would; counted, it took one after the other out
-                raise
-            except SglangError as error:
-                if not await self._survives(address, error) or not tries_left:
+        aborts what nobody wanted aborted, as one does that is told to end.
+
+        Args:
+            running: has the names that servers know its samples by for as long as it runs.
+        """
+        names, given = body["rid"], dict[str, None]()
+        tried: set[Address] = set()
+        try:
+            for number in range(self.config.max_failures):
+                if number:  # a server holds what broke off for seconds more, and takes no name twice
+                    body = body | {"rid": [f"{name}.{number}" for name in names]}
+                given |= dict.fromkeys(body["rid"])
+                running |= given
+                address = self._choose(tried)
+                tried.add(address)
+                address.num_sequences += len(names)
+                try:
+                    answers = await self._post(address, body)
+                    if not is_aborted():
+                        _require_unaborted(answers)
+                    address.failures = 0
+                    return answers
+                except RequestRefused:  # as every server would; counted, it took one after the other out
                     raise
-            finally:
-                address.num_sequences -= count
-        raise AssertionError("the last try returns or raises")
+                except SglangError as error:
+                    if not await self._survives(address, error) or number + 1 == self.config.max_failures:
+                        raise
+                finally:
+                    address.num_sequences -= len(names)
+            raise AssertionError("the last try returns or raises")
+        finally:
+            for name in given:
+                running.pop(name, None)
 
     async def _post(self, address: Address, body: dict[str, Any]) -> list[dict[str, Any]]:
         if not self.config.router_url:
@@ -161,11 +178,12 @@ class Fleet:
         )
         return [answer for part in parts for answer in part]
 
-    def _choose(self) -> Address:
+    def _choose(self, tried: set[Address]) -> Address:
+        """One that fails is the emptiest of all from then on, so those not tried come first."""
         if not self.serving:
             reasons = "; ".join(address.reason for address in self.addresses)
             raise SglangError(f"no SGLang server is left: {reasons}")
-        return min(self.serving, key=lambda address: address.num_sequences)
+        return min(self.serving, key=lambda address: (address in tried, address.num_sequences))
 
     async def _survives(self, address: Address, error: SglangError) -> bool:
         """After a failure: whether another try makes sense. Every server is asked, and one without an answer
@@ -206,7 +224,7 @@ class SglangEngine:
 
     def __init__(self, fleet: Fleet):
         self.fleet = fleet
-        self._name = f"v{next(self._numbers):04d}"
+        self._name = f"{secrets.token_hex(4)}-v{next(self._numbers):04d}"  # servers may be others' as well
         self._calls = itertools.count()
         self._running: dict[str, None] = {}
         self._is_aborted = threading.Event()
@@ -268,11 +286,8 @@ class SglangEngine:
         async with self.fleet.budget.share(len(names)):
             if self._is_aborted.is_set():
                 return [Completion(response_ids=[], logprobs=[], finish_reason="abort") for _ in names]
-            self._running |= dict.fromkeys(names)
             body = request_body(request, names, params, vocab_size=self.fleet.vocab_size)
-            answers = await self.fleet.send(body, self._is_aborted.is_set)
-        for name in names:
-            self._running.pop(name, None)
+            answers = await self.fleet.send(body, self._running, self._is_aborted.is_set)
         return [self._completion(answer, since) for answer in answers]
 
     def _completion(self, answer: dict[str, Any], since: int) -> Completion:

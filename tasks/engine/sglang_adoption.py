@@ -8,6 +8,7 @@ that fails: ``tasks.engine.sglang`` does.
 import contextlib
 import json
 import re
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ async def _fingerprint(client: Client, address: Address, policy: ServedVersion, 
     body = {
         "input_ids": [[index % size for index in range(PROBE_LENGTH)]],
         "sampling_params": [{"max_new_tokens": 0, "temperature": 1.0}],
-        "rid": ["probe"], "return_logprob": True, "logprob_start_len": 0,
+        "rid": [f"probe-{secrets.token_hex(4)}"], "return_logprob": True, "logprob_start_len": 0,
     }  # fmt: skip
     (answer,) = await client.generate(address.url, body)
     return json.dumps([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
