@@ -65,10 +65,12 @@ def _offer(
     prompts = [environment.train_prompt(reserved + first + i) for i in range(count)]
     with run_store(run).reading(behavior, without=WEIGHTS) as folder:
         tokenizer = load_tokenizer(folder)
-        ids = {p.prompt_id: prompt_ids(tokenizer, p.text) for p in prompts}
-        lengths = ((name, len(tokens)) for name, tokens in ids.items())
-        require_room(folder, lengths, max_new_tokens=rollout.max_new_tokens, limit=rollout.context_limit)
-    rows = [{"iteration": iteration, "prompt_id": name, "prompt_ids": each} for name, each in ids.items()]
+        rows = [
+            {"iteration": iteration, "prompt_id": p.prompt_id, "prompt_ids": prompt_ids(tokenizer, p.text)}
+            for p in prompts
+        ]
+        require_room(folder, ((row["prompt_id"], len(row["prompt_ids"])) for row in rows), rollout)
+    offered = make_frame(rows, PromptFrame)  # of all portions: two prompts of one id are refused
     parts = [rows[i : i + rollout.groups_per_portion] for i in range(0, count, rollout.groups_per_portion)]
     items = [
         WorkItem(
@@ -87,7 +89,7 @@ def _offer(
     if rollout.leftovers == "keep":
         from tasks.experience import leftovers
 
-        leftovers.offered(run, iteration, make_frame(rows, PromptFrame))
+        leftovers.offered(run, iteration, offered)
         handed = leftovers.hand_on(run, iteration, policy_version=behavior.version)  # first on the queue
     added = buffer.put_work(items)
     over = f", {rollout.oversample:.0%} more than are needed" if rollout.oversample else ""

@@ -96,6 +96,12 @@ class RolloutConfig(Section):
         return self.sglang.context_length if self.engine == "sglang" else 0
 
     @property
+    def context_unused(self) -> int:
+        """Positions at the end of a context that the engine never fills. SGLang 0.5.17 refuses what exceeds
+        the context, and shortens without a word what exceeds it less these."""
+        return 2 if self.engine == "sglang" else 0
+
+    @property
     def is_repeatable(self) -> bool:
         """Whether the engine gives the same tokens for the same sample, whatever it samples beside it."""
         return self.engine == "embedded" or self.sglang.deterministic
@@ -107,10 +113,12 @@ class RolloutConfig(Section):
                 "portions_at_once must be 1 for the embedded engine, which fills a batch with one portion, "
                 f"got {self.portions_at_once}. Raise groups_per_portion or workers instead."
             )
-        if 0 < self.context_limit <= self.max_new_tokens:
+        unused = self.context_unused
+        if 0 < self.context_limit <= self.max_new_tokens + unused:
             raise ValueError(
-                "sglang.context_length must exceed max_new_tokens, or be 0 for the policy's own, got "
-                f"{self.context_limit} <= {self.max_new_tokens}. Raise it, or lower max_new_tokens."
+                f"sglang.context_length must exceed max_new_tokens by more than {unused}, or be 0 for the "
+                f"policy's own, got {self.context_limit} and {self.max_new_tokens}. Raise it, or lower "
+                "max_new_tokens."
             )
         if self.engine == "sglang" and self.record_routing == "experts_and_weights":
             raise ValueError(

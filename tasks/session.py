@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import subprocess
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from tasks.records import CampaignRun, TrainBatch
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
-    from tasks.environments.protocol import Environment
+    from tasks.environments.protocol import Environment, Prompt
     from tasks.experience.buffer import ExperienceBuffer
 
 WEIGHTS, OPTIMIZER = "*.safetensors*", "optimizer*"
@@ -140,6 +141,13 @@ def run_environment(run: CampaignRun) -> "Environment":
     from tasks.environments.make import make_environment
 
     return make_environment(run.config.environment, seed=run.config.seed)
+
+
+def run_prompts(run: CampaignRun) -> "Iterable[Prompt]":
+    """What is known of a run's prompts before they are asked for."""
+    from tasks.environments.protocol import known_prompts
+
+    return known_prompts(run_environment(run))
 
 
 def is_evaluated(config: CampaignConfig, iterations: int) -> bool:

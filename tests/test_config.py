@@ -164,10 +164,10 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
         ({"name": "over-"}, ["name: must be 3 to 63 lower-case letters", "end with a letter or digit"]),
         (
             {
-                "rollout": {"engine": "sglang", "sglang": {"context_length": 8}},
+                "rollout": {"engine": "sglang", "sglang": {"context_length": 10}},
                 "model": {"dtype": "bfloat16"},
             },
-            ["sglang.context_length must exceed max_new_tokens", "8 <= 8"],
+            ["sglang.context_length must exceed max_new_tokens by more than 2", "got 10 and 8"],
         ),
         ({"rollout": {"lease_seconds": 1e-6}}, ["rollout.lease_seconds: ", "0.001", "got 1e-06"]),
         (

@@ -20,16 +20,16 @@ from tasks.buffer import assemble
 from tasks.checkpoint import initialize
 from tasks.config import CampaignConfig, with_overrides
 from tasks.embedded.files import is_held
+from tasks.environment_config import EnvironmentConfig
 from tasks.evaluate import evaluate
 from tasks.experience.errors import IterationDropped, WorkerBarred
 from tasks.experience.records import Group
-from tasks.policy.models.tokenizer import require_room
 from tasks.prompts import offer_prompts
 from tasks.records import CampaignRun, PolicyVersion, RolloutReport, TrainBatch
 from tasks.reward import score
 from tasks.rollout import rollout_worker
-from tasks.schema import PromptFrame, from_bytes
-from tasks.session import find_sealed, run_buffer, run_store
+from tasks.schema import PromptFrame, SchemaViolation, from_bytes
+from tasks.session import find_sealed, run_buffer, run_environment, run_store
 
 
 @pytest.fixture
@@ -91,19 +91,49 @@ def same_samples(one: TrainBatch, other: TrainBatch) -> bool:
 
 
 def test_a_response_that_may_leave_the_policys_context_is_refused_before_it_is_sampled(
-    run: CampaignRun,
+    run: CampaignRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positions behind it were sampled and trained like any others, and mean nothing."""
     version = initialize(run=run)
     long = with_overrides(run.config, rollout__max_new_tokens=4090)  # of 4,096, and the prompt has a few
     run = run.model_copy(update={"config": long})
-    refusal = r"must fit into the 4,096 positions of the policy, got prompt \S+ of \d+ tokens and .*=4,090"
+    refusal = r"fit into the policy's 4,096 positions, got prompt \S+ of \d+ tokens and .*=4,090.*--fresh"
     with pytest.raises(ValueError, match=refusal):
         offer_prompts(run=run, iteration=0, behavior=version)
+    monkeypatch.delattr("tasks.engine.evaluation.make_engine")  # a server would have been started for it
     with pytest.raises(ValueError, match=refusal):
         evaluate(run=run, policy=version)
-    with pytest.raises(ValueError, match=r"into the 12 positions of the policy that are served"):
-        require_room(run_store(run).pull(version), [("p", 5)], max_new_tokens=8, limit=12)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_prompt_file_with_a_row_too_long_is_refused_before_a_lineage_holds_it(
+    run: CampaignRun, tmp_path: Path, is_mixed: bool
+) -> None:
+    """It ended the campaign at the iteration that came to it, when the environment could not be changed."""
+    texts = [*map(str, range(20)), "1" * 4090]  # of 4,096 positions
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{t}", "answer": "1"}}\n' for t in texts))
+    files = {"name": "prompt_files", "held_out": 2, "prompt_files": {"path": str(tmp_path / "rows.jsonl")}}
+    part = {"environment": files, "weight": 1.0}
+    environment = EnvironmentConfig.model_validate({"mix": [part, part]} if is_mixed else files)
+    run = run.model_copy(update={"config": run.config.model_copy(update={"environment": environment})})
+    with pytest.raises(ValueError, match=r"got prompt \S*any-20 of 4,09\d tokens"):
+        initialize(run=run)
+    assert run_store(run).head() is None
+    short = with_overrides(run.config, rollout__max_new_tokens=1)  # 2 of the template, 4,090, 1
+    assert initialize(run=run.model_copy(update={"config": short})).version == 0
+
+
+def test_two_prompts_of_one_id_are_refused_wherever_they_are_in_an_iteration(
+    run: CampaignRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them was left out, and the iteration trained fewer groups than were asked for."""
+    version, environment = initialize(run=run), run_environment(run)
+    last = run.config.rollout.prompts_offered - 1  # in another portion than the first
+    twice = environment.train_prompt
+    monkeypatch.setattr(environment, "train_prompt", lambda position: twice(position % last))
+    monkeypatch.setattr("tasks.prompts.run_environment", lambda run: environment)
+    with pytest.raises(SchemaViolation, match=rf"prompt_id: .*rows \[0, {last}\]"):
+        offer_prompts(run=run, iteration=0, behavior=version)
 
 
 def test_a_server_that_comes_back_with_its_log_costs_nothing(run: CampaignRun, control: TrainBatch) -> None:

@@ -22,15 +22,14 @@ def held_out_score(run: CampaignRun, folder: Path, version: int, *, iteration: i
     Seeds derive from the prompt alone, so two versions are compared on the same randomness.
     """
     environment, tokenizer = run_environment(run), load_tokenizer(folder)
+    prompts = environment.held_out_prompts()
+    ids = [tuple(prompt_ids(tokenizer, prompt.text)) for prompt in prompts]
+    lengths = ((prompt.prompt_id, len(each)) for prompt, each in zip(prompts, ids, strict=True))
+    require_room(folder, lengths, run.config.rollout)
     engine = make_engine(run.config.rollout, dtype=run.config.model.dtype)
     engine.load(folder, version)
     scorer = make_scorer(run.config, environment, tokenizer, is_truth=True)
     dialogue = make_dialogue(run.config, folder)
-    prompts = environment.held_out_prompts()
-    ids = [tuple(prompt_ids(tokenizer, prompt.text)) for prompt in prompts]
-    lengths = ((prompt.prompt_id, len(each)) for prompt, each in zip(prompts, ids, strict=True))
-    rollout = run.config.rollout
-    require_room(folder, lengths, max_new_tokens=rollout.max_new_tokens, limit=rollout.context_limit)
     scores: dict[bool, list[tuple[bool, float]]] = {}
     for greedy in (False, True):
         copies = 1 if greedy else SAMPLES_PER_PROMPT

@@ -6,12 +6,20 @@ is.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from tasks.environments.order import content_digest
-from tasks.environments.protocol import Environment, Outcome, Prompt, is_multi_turn, is_trusted, verify
+from tasks.environments.protocol import (
+    Environment,
+    Outcome,
+    Prompt,
+    is_multi_turn,
+    is_trusted,
+    known_prompts,
+    verify,
+)
 
 BLOCK = 64
 
@@ -47,6 +55,10 @@ class MixedEnvironment:
         part = parts[place]
         inner = before[part] + parts[:place].count(part)
         return self._named(part, self.shares[part].environment.train_prompt(inner))
+
+    def all_prompts(self) -> Iterator[Prompt]:
+        for part, share in enumerate(self.shares):
+            yield from (self._named(part, prompt) for prompt in known_prompts(share.environment))
 
     def held_out_prompts(self) -> list[Prompt]:
         return [

@@ -1,6 +1,6 @@
 """An environment made of a fixed list of problems: what most data is once it is read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tasks.environments.order import PromptOrder, content_digest, split
@@ -39,6 +39,9 @@ class ProblemEnvironment:
 
     def held_out_prompts(self) -> list[Prompt]:
         return [self._prompt(index, "held") for index in self.held_out]
+
+    def all_prompts(self) -> Iterator[Prompt]:
+        return (self._prompt(index, "any") for index in range(len(self.problems)))
 
     def demonstration(self, prompt: Prompt) -> str:
         return self.problems[self.index(prompt.prompt_id)].answer

@@ -4,7 +4,7 @@ Add one: a class with the members of ``Environment`` in a file of its own, named
 (README, "How to change it"), or in a file here and in ``make.py``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeGuard
 
@@ -55,7 +55,8 @@ class Environment(Protocol):
         ...
 
     def train_prompt(self, position: int) -> Prompt:
-        """The prompt at a position of the endless training stream; equal positions give equal prompts."""
+        """The prompt at a position of the endless training stream; equal positions give equal prompts. Ids
+        must be unique among those of one iteration: put the position into them."""
         ...
 
     def held_out_prompts(self) -> list[Prompt]:
@@ -90,6 +91,11 @@ class MultiTurnEnvironment(Protocol):
     def verify_turns(self, prompt_id: str, turns: Sequence[str], *, is_finished: bool) -> Outcome:
         """Judge a whole conversation."""
         ...
+
+
+def known_prompts(environment: Environment) -> Iterable[Prompt]:
+    """All prompts of an environment that lists them with a method ``all_prompts``; else held-out ones."""
+    return getattr(environment, "all_prompts", environment.held_out_prompts)()
 
 
 def is_multi_turn(environment: object) -> TypeGuard[MultiTurnEnvironment]:

@@ -12,9 +12,17 @@ from tasks.artifacts.manifest import Manifest
 from tasks.model_config import num_experts
 from tasks.policy.checkpoint import weights
 from tasks.policy.models.model import build_random, checkpoint_tensors
-from tasks.policy.models.tokenizer import EOS, PAD, character_tokenizer, load_tokenizer, prompt_ids
+from tasks.policy.models.tokenizer import (
+    EOS,
+    PAD,
+    character_tokenizer,
+    load_tokenizer,
+    prompt_ids,
+    prompt_room,
+    require_room,
+)
 from tasks.records import CampaignRun
-from tasks.session import run_environment
+from tasks.session import run_environment, run_prompts
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
@@ -28,6 +36,7 @@ def initial_manifest(store: "PolicyStore", run: CampaignRun) -> Manifest:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(run.config.model.folder) if run.config.model.folder else _random_policy(run, Path(name))
         _require_trainable(folder, run)
+        _require_fitting_prompts(folder, run)
         digest = weights.tensor_digest(_finite_tensors(folder))  # before anything is stored
         files = {path.name: store.put_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
         return Manifest(
@@ -110,4 +119,13 @@ def _require_trainable(folder: Path, run: CampaignRun) -> None:
             f"the policy's vocab_size must cover its tokenizer, got vocab_size={size} and {len(tokenizer)} "
             f"tokens in {folder}. Use the tokenizer the policy was trained with."
         )
-    prompt_ids(tokenizer, run_environment(run).train_prompt(0).text)
+
+
+def _require_fitting_prompts(folder: Path, run: CampaignRun) -> None:
+    """All that is known of the prompts while the environment may still be changed: later a lineage holds it.
+    A token is a byte at least, so that of many prompts only long ones need be counted."""
+    tokenizer, rollout = load_tokenizer(folder), run.config.rollout
+    first = run_environment(run).train_prompt(0)
+    room = prompt_room(folder, rollout) - len(prompt_ids(tokenizer, first.text))  # its template's, and more
+    long = (prompt for prompt in run_prompts(run) if len(prompt.text.encode()) > room)
+    require_room(folder, ((p.prompt_id, len(prompt_ids(tokenizer, p.text))) for p in long), rollout)

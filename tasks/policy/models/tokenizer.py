@@ -2,9 +2,12 @@
 
 import json
 import string
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tasks.rollout_config import RolloutConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -66,28 +69,37 @@ def encode(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
 def context_length(folder: Path) -> int:
     """Positions that the policy of a folder was made for; 0 where its config.json does not say."""
     config = json.loads((folder / "config.json").read_text())
-    config = config.get("text_config", config)
+    config = config.get("text_config") or config
     positions = config.get("max_position_embeddings") or 0
     stretched = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    original = stretched.get("original_max_position_embeddings") or positions
-    return max(positions, int(original * (stretched.get("factor") or 1)))
+    by_layer_type = [value for value in stretched.values() if isinstance(value, dict)]
+    for rope in [stretched, *by_layer_type]:
+        original = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings") or 0
+        positions = max(positions, int(original * (rope.get("factor") or 1)))
+    return positions
 
 
-def require_room(
-    folder: Path, prompts: Iterable[tuple[str, int]], *, max_new_tokens: int, limit: int = 0
-) -> None:
+def prompt_room(folder: Path, rollout: RolloutConfig) -> int:
+    """Tokens that a prompt may have for its response to fit behind it."""
+    bounds = list(filter(None, (context_length(folder), rollout.context_limit)))
+    return min(bounds) - rollout.context_unused - rollout.max_new_tokens if bounds else sys.maxsize
+
+
+def require_room(folder: Path, prompts: Iterable[tuple[str, int]], rollout: RolloutConfig) -> None:
     """Positions behind a model's context are computed like any others, and what they say means nothing.
 
     Args:
         prompts: name and number of tokens of each.
-        limit: positions that the engine serves; 0 = all of the policy's.
     """
-    context = min(filter(None, (context_length(folder), limit)), default=0)
     name, longest = max(prompts, key=lambda prompt: prompt[1], default=("", 0))
-    those = "policy that are served" if limit else "policy"
-    if context and longest + max_new_tokens > context:
-        raise ValueError(
-            f"a prompt and its response must fit into the {context:,} positions of the {those}, got prompt "
-            f"{name} of {longest:,} tokens and rollout.max_new_tokens={max_new_tokens:,}. Leave such prompts "
-            "out of the environment, or lower max_new_tokens."
-        )
+    if longest <= prompt_room(folder, rollout):
+        return
+    own, served = context_length(folder), rollout.context_limit
+    is_own = own and not 0 < served < own
+    whose = f"the policy's {own:,}" if is_own else f"rollout.sglang.context_length={served:,}"
+    unused = f", of which SGLang leaves {rollout.context_unused} unused" if rollout.context_unused else ""
+    raise ValueError(
+        f"a prompt and its response must fit into {whose} positions{unused}, got prompt {name} of "
+        f"{longest:,} tokens and rollout.max_new_tokens={rollout.max_new_tokens:,}. Lower max_new_tokens, or "
+        "leave such prompts out of the environment and start a new lineage with --fresh."
+    )
