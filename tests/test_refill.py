@@ -74,13 +74,13 @@ def sampled(run: CampaignRun, policy: PolicyVersion) -> list[ScoreReport]:
 
 def test_equal_groups_are_refilled_up_to_the_cap_and_every_sample_is_counted(run, monkeypatch):
     """Every other group earns one reward only: of 12 wanted 6 differ, so 12 more are offered, then more."""
-    from tasks.environments import scoring
+    from tasks.environments import intake
 
-    original = scoring.score_groups
+    original = intake.score_groups
 
-    def every_other_equal(taken, environment, tokenizer):
+    def every_other_equal(taken, scorer):
         changed = []
-        for handle, group in original(taken, environment, tokenizer):
+        for handle, group in original(taken, scorer):
             frame = from_bytes(group.payload, schema=ScoredFrame)
             is_equal = int(frame["prompt_id"][0].encode().hex(), 16) % 2 == 0
             rewards = [0.5] * len(frame) if is_equal else [i % 2 / 2 for i in range(len(frame))]
@@ -89,7 +89,7 @@ def test_equal_groups_are_refilled_up_to_the_cap_and_every_sample_is_counted(run
             changed.append((handle, replace(group, payload=payload)))
         return changed
 
-    monkeypatch.setattr(scoring, "score_groups", every_other_equal)
+    monkeypatch.setattr(intake, "score_groups", every_other_equal)
     policy = initialize(run=run)
     reports = sampled(run, policy)
     size = run.config.rollout.group_size
