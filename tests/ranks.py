@@ -16,12 +16,20 @@ torch.set_num_threads(1)  # a forked child must not inherit a running thread poo
 
 
 def run_ranks(fn: Callable[..., None], world_size: int, *args: Any) -> None:
-    """Call ``fn(rank, world_size, *args)`` on every rank; an assertion on any rank fails the test."""
+    """Call ``fn(rank, world_size, *args)`` on every rank; an assertion on any rank fails the test.
+
+    Ranks that did not find each other start again: a program beside them that looks for a server of its own
+    may knock at gloo's port, which ends the meeting. In a campaign the elastic agent does this.
+    """
     assert not torch.cuda.is_initialized(), "cannot fork after CUDA initialisation; run this test alone"
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _enter, args=(fn, world_size, f"{folder}/init", args), nprocs=world_size, start_method="fork"
-        )
+    for tries_left in (2, 1, 0):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = fn, world_size, f"{folder}/init", args
+            try:
+                return mp.start_processes(_enter, args=arguments, nprocs=world_size, start_method="fork")
+            except mp.ProcessRaisedException as error:
+                if "connectFullMesh failed" not in str(error) or not tries_left:
+                    raise
 
 
 def _enter(rank: int, fn: Callable[..., None], world_size: int, init: str, args: tuple[Any, ...]) -> None:
