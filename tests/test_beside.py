@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from families import saved, tiny_policy
 from publishing import manifest
 from pydantic import ValidationError
 from test_packing import rows
+from test_standing import leases
 from transformers import PreTrainedModel
 
 from tasks.artifacts.owned import Checkpoint, checkpoint_of
@@ -95,18 +95,6 @@ def test_reference_and_teacher_are_the_named_versions_and_share_no_memory(
     assert with_other_versions(supervised, rows()) == rows()  # a warm start has neither
 
 
-def leased(cache: Path) -> set[int]:
-    """The versions whose folders no cache may remove at the moment."""
-    versions = set()
-    for path in cache.glob("leases/*/*"):
-        with path.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                versions.add(int(path.name.partition("-")[0]))
-    return versions
-
-
 def test_versions_that_were_read_may_be_evicted_and_the_policy_not_even_where_it_is_the_reference(
     policy_store, store_folder, campaign, tmp_path
 ):
@@ -122,9 +110,9 @@ def test_versions_that_were_read_may_be_evicted_and_the_policy_not_even_where_it
     policies = open_store(config, campaign)
     policy = checkpoint_of(policies, 0)
     with_other_versions(make_bench(policies, store_folder, algorithm), rows())
-    assert leased(policies.cache.folder) == {0}
+    assert leases(policies.cache.folder, campaign) == [0]
     policy.release()
-    assert leased(policies.cache.folder) == set()
+    assert leases(policies.cache.folder, campaign) == []
 
 
 def test_the_proximal_policy_is_the_one_before_the_first_step(policy_store, store_folder, tmp_path):
