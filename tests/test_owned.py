@@ -278,9 +278,7 @@ def a_node_a_rank(folder: str) -> Callable[[], None]:
         def close_and_say(resident: Resident) -> None:
             close(resident)
             opened = [fd.readlink() for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
-            own = [
-                path for path in opened if Path(folder) in path.parents
-            ]  # not those of a process it is forked from
+            own = [path for path in opened if Path(folder) in path.parents]  # a fork has its parent's too
             leases = [f"{path.parent.name}/{path.name}" for path in own if "leases" in path.parts]
             (Path(folder) / f"leases-{os.environ['RANK']}").write_text("\n".join(leases))
 
