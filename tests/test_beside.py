@@ -74,16 +74,21 @@ def said(model: PreTrainedModel, row: dict) -> list[float]:
     return (logprob_BL[0, len(row["prompt_ids"]) :] * torch.tensor(row["loss_mask"])).tolist()
 
 
-def test_reference_and_teacher_are_the_named_versions_and_share_no_memory(
-    policy_store, store_folder, campaign, tmp_path
-):
+@pytest.fixture
+def algorithm(policy_store, campaign, tmp_path):
+    """With versions 0 and 1 as reference and teacher, which are there, and in folders of these names."""
     for number in range(2):
         folder = saved(tiny_policy("qwen3_moe", seed=number), tmp_path / str(number))
         policy_store.commit(manifest(policy_store, number, policy_store.put_folder(folder)))
-    algorithm = {
+    return {
         "advantage": "teacher", "teacher": {"campaign": campaign, "version": 1},
         "kl": "loss", "kl_coefficient": 0.1, "reference_version": 0,
     }  # fmt: skip
+
+
+def test_reference_and_teacher_are_the_named_versions_and_share_no_memory(
+    policy_store, store_folder, algorithm, tmp_path
+):
     bench = make_bench(policy_store, store_folder, algorithm)
     found = with_other_versions(bench, rows())
     for column, number in (("reference_logprob", 0), ("teacher_logprob", 1)):
@@ -96,16 +101,9 @@ def test_reference_and_teacher_are_the_named_versions_and_share_no_memory(
 
 
 def test_versions_that_were_read_may_be_evicted_and_the_policy_not_even_where_it_is_the_reference(
-    policy_store, store_folder, campaign, tmp_path
+    policy_store, store_folder, campaign, algorithm
 ):
     """A trainer that stays kept one more at each update, until its cache was full."""
-    for number in range(2):
-        folder = saved(tiny_policy("qwen3_moe", seed=number), tmp_path / str(number))
-        policy_store.commit(manifest(policy_store, number, policy_store.put_folder(folder)))
-    algorithm = {
-        "advantage": "teacher", "teacher": {"campaign": campaign, "version": 1},
-        "kl": "loss", "kl_coefficient": 0.1, "reference_version": 0,
-    }  # fmt: skip
     config = make_bench(policy_store, store_folder, algorithm).config
     policies = open_store(config, campaign)
     policy = checkpoint_of(policies, 0)
