@@ -13,20 +13,10 @@ def fetched_by_nodes(grid: Grid, ranks: int, *, dense: float, experts: float) ->
     Files as ``by_file`` makes them in ``tasks/policy/checkpoint/weights.py``; ``test_owned.py`` compares the
     sizes. Stages are counted as equal, as in a rank's memory.
     """
-    stages, blocks = range(grid.pp), range(grid.expert_shards)
-    sizes = {_dense(stage): dense / grid.pp for stage in stages}
-    sizes |= {_experts(s, b): experts / (grid.pp * grid.expert_shards) for s in stages for b in blocks}
+    of_stage, of_block = dense / grid.pp, experts / (grid.pp * grid.expert_shards)
     found = []
     for first in range(0, grid.world_size, ranks):
         places = {(grid.stage_of(rank), grid.expert_block_of(rank)) for rank in range(first, first + ranks)}
-        owned = {_dense(stage) for stage, _ in places} | {_experts(*place) for place in places}
-        found.append(sum(sizes[file] for file in owned))
+        stages = {stage for stage, _ in places}
+        found.append(len(stages) * of_stage + len(places) * of_block)
     return found
-
-
-def _dense(stage: int) -> str:
-    return f"dense of stage {stage}"
-
-
-def _experts(stage: int, block: int) -> str:
-    return f"experts {block} of stage {stage}"
