@@ -6,6 +6,7 @@ asks.
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -144,10 +145,11 @@ def run_environment(run: CampaignRun) -> "Environment":
 
 
 def run_prompts(run: CampaignRun) -> "Iterable[Prompt]":
-    """What is known of a run's prompts before they are asked for."""
+    """The first training prompt of a run, and then what is known of all before they are asked for."""
     from tasks.environments.protocol import known_prompts
 
-    return known_prompts(run_environment(run))
+    environment = run_environment(run)
+    return itertools.chain([environment.train_prompt(0)], known_prompts(environment))
 
 
 def is_evaluated(config: CampaignConfig, iterations: int) -> bool:

@@ -22,7 +22,7 @@ from tasks.policy.models.tokenizer import (
     require_room,
 )
 from tasks.records import CampaignRun
-from tasks.session import run_environment, run_prompts
+from tasks.session import run_prompts
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
@@ -125,7 +125,8 @@ def _require_fitting_prompts(folder: Path, run: CampaignRun) -> None:
     """All that is known of the prompts while the environment may still be changed: later a lineage holds it.
     A token is a byte at least, so that of many prompts only long ones need be counted."""
     tokenizer, rollout = load_tokenizer(folder), run.config.rollout
-    first = run_environment(run).train_prompt(0)
-    room = prompt_room(folder, rollout) - len(prompt_ids(tokenizer, first.text))  # its template's, and more
-    long = (prompt for prompt in run_prompts(run) if len(prompt.text.encode()) > room)
+    prompts = iter(run_prompts(run))
+    around = len(prompt_ids(tokenizer, next(prompts).text))  # a template's tokens, and more
+    room = prompt_room(folder, rollout) - around
+    long = (prompt for prompt in prompts if len(prompt.text.encode()) > room)
     require_room(folder, ((p.prompt_id, len(prompt_ids(tokenizer, p.text))) for p in long), rollout)
