@@ -7,7 +7,8 @@ first one ends. A server that crashed is started again by the next call, on the 
 free.
 
 Files in the folder:
-    server.json   discovery: the ports and a token; written when the server answers, withdrawn before it stops
+    server.json   discovery: the ports, a token, what the server leaves behind when killed; written when the
+                  server answers, withdrawn before it stops
     start.lock    held while one process looks for the server or starts it
     alive.lock    held by the guard and the server, whoever lives longer; a stale server.json has no holder
     users.fifo    each user holds it open for writing; "no writer left" stops the server
@@ -172,6 +173,7 @@ def _wait_for_join(server: Server, folder: Path) -> list[int] | None:
 
 
 def _start(server: Server, folder: Path, port: int) -> list[int]:
+    _remove_what_a_killed_guard_left(folder)
     ports = _choose_ports(server, folder, port)
     launch = server.plan(folder, ports)
     log = folder / "server.log"
@@ -181,7 +183,13 @@ def _start(server: Server, folder: Path, port: int) -> list[int]:
     try:
         _wait_until_ready(server, folder, ports)
         token = uuid.uuid4().hex
-        record = {"token": token, "ports": ports, "guard": _guards[-1].pid, "started": time.time()}
+        record = {
+            "token": token,
+            "ports": ports,
+            "guard": _guards[-1].pid,
+            "started": time.time(),
+            "leftovers": launch.leftovers,
+        }
         write_private(folder / "server.json", json.dumps(record))
         write_private(folder / "last_port", str(ports[0]))
     except BaseException:  # Ctrl-C as well: the guard then stops the server
@@ -190,6 +198,12 @@ def _start(server: Server, folder: Path, port: int) -> list[int]:
     with _mutex:
         _admit(folder, _Membership(token=token, fifo=fifo))
     return ports
+
+
+def _remove_what_a_killed_guard_left(folder: Path) -> None:
+    """Only a guard that was killed has not withdrawn its discovery file, nor removed what that names."""
+    for path in (_discovery(folder) or {}).get("leftovers", []):
+        Path(path).unlink(missing_ok=True)
 
 
 def _start_guard(server: Server, folder: Path, launch: Launch) -> int:
