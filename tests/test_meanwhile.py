@@ -50,3 +50,15 @@ def test_the_error_of_the_last_call_is_the_blocks_unless_it_has_its_own() -> Non
         wait_for(calls, 1)
         raise KeyError("of the block")
     assert calls
+
+
+def test_what_is_not_retried_ends_with_its_first_error_whatever_the_block_raised() -> None:
+    calls: list[float] = []
+    with (
+        pytest.raises(ConnectionError, match=r"call 1$"),
+        meanwhile(failing(calls, number=10**6), every=0.01, name="test", is_retried=False),
+    ):
+        wait_for(calls, 1)
+        time.sleep(0.1)
+        raise KeyError("of the block")
+    assert len(calls) == 1

@@ -9,8 +9,8 @@ What surprises: a load that fails leaves the engine without a version, in the mi
 hands the portion back, and the error of the load is what is raised.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from tasks.artifacts.errors import NotFound
 from tasks.artifacts.store import PolicyStore
@@ -32,26 +32,14 @@ def newest_after(store: PolicyStore, version: int) -> PolicyVersion | None:
             return newest
 
 
-@contextmanager
-def taking_newer(look: Callable[[], None], *, departure: Departure) -> Iterator[None]:
+def taking_newer(look: Callable[[], None], *, departure: Departure) -> AbstractContextManager[None]:
     """While the block runs, ``look`` for a newer version and load it, again and again, in another thread; not
-    once this worker has to leave.
-
-    At the end a load is waited for, for as long as the departure leaves time. What it raised is raised here,
-    whatever the block made of an engine without a version.
+    once this worker has to leave. At the end a load is waited for, for as long as the departure leaves time.
     """
-    failed: list[BaseException] = []
-
-    def watch() -> None:
-        try:
-            if not failed and not departure.is_due:
-                look()
-        except BaseException as error:
-            failed.append(error)
-
-    try:
-        with meanwhile(watch, every=LOOK_SECONDS, name="newer versions", patience=departure.seconds_left):
-            yield
-    finally:
-        if failed:
-            raise failed[0]
+    return meanwhile(
+        lambda: None if departure.is_due else look(),
+        every=LOOK_SECONDS,
+        name="newer versions",
+        patience=departure.seconds_left,
+        is_retried=False,
+    )
