@@ -129,36 +129,6 @@ def test_ctrl_c_during_the_start_leaves_no_server(tmp_path: Path) -> None:
         wait_until_gone(tmp_path)
 
 
-def test_a_killed_s3_owner_leaves_neither_process_nor_socket(tmp_path: Path) -> None:
-    with owner(tmp_path, "time.sleep(60)", kind="s3") as child:
-        answer(child)
-        opened = sockets(tmp_path)
-        assert len(opened) == 6
-        child.kill()
-        wait_until_gone(tmp_path)
-    assert not [path for path in opened if path.exists()]
-
-
-def test_the_next_start_removes_the_sockets_of_a_server_whose_guard_was_killed(tmp_path: Path) -> None:
-    with owner(tmp_path, "time.sleep(60)", kind="s3") as child:
-        answer(child)
-        opened = sockets(tmp_path)
-        os.kill(json.loads((tmp_path / "seaweedfs" / "server.json").read_text())["guard"], signal.SIGKILL)
-        wait_until_gone(tmp_path)
-        assert [path for path in opened if path.exists()]
-    with owner(tmp_path, "time.sleep(60)", kind="s3") as child:
-        answer(child)
-        assert not {path for path in opened if path.exists()} - set(sockets(tmp_path))
-
-
-def sockets(folder: Path) -> list[Path]:
-    """What the folder's server has in /tmp: others' are there as well, on any port but with another name."""
-    ports = json.loads((folder / "seaweedfs" / "server.json").read_text())["ports"]
-    names = ("s3", "s3-grpc", "master", "master-grpc", "volume", "volume-grpc", "filer", "filer-grpc")
-    paths = [Path(f"/tmp/seaweedfs-{name}-{port}.sock") for name, port in zip(names, ports, strict=True)]
-    return [path for path in paths if path.exists()]
-
-
 def test_a_second_process_reuses_the_server_and_keeps_it_when_the_first_ends(tmp_path: Path) -> None:
     with owner(tmp_path, "time.sleep(60)") as first:
         url = answer(first)
