@@ -4,6 +4,7 @@ What these tests cannot see: the loss of the last second of an append-only file 
 """
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from tasks.buffer import assemble
 from tasks.checkpoint import initialize
 from tasks.config import CampaignConfig, with_overrides
 from tasks.embedded.files import is_held
+from tasks.engine.embedded import EmbeddedEngine
 from tasks.environment_config import EnvironmentConfig
 from tasks.evaluate import evaluate
 from tasks.experience.errors import IterationDropped, WorkerBarred
@@ -197,6 +199,20 @@ def test_of_two_that_seal_or_evaluate_at_once_the_first_stands(
     )
     monkeypatch.setattr(PolicyStore, "get_object", find)
     assert evaluate(run=run, policy=version) == scored
+
+
+def test_scoring_samples_with_the_collector_kept_from_old_objects(
+    run: CampaignRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, counts, generate = initialize(run=run), [], EmbeddedEngine.generate
+    monkeypatch.setattr(
+        EmbeddedEngine,
+        "generate",
+        lambda engine, *request: counts.append(gc.get_freeze_count()) or generate(engine, *request),
+    )
+    evaluate(run=run, policy=version)
+    assert len(counts) == 2 and min(counts) > 100_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_second_attempt_at_scoring_waits_for_what_the_first_one_holds(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from tasks.engine.collector import old_objects_apart
 from tasks.engine.make import make_dialogue, make_engine, sampling_params
 from tasks.engine.protocol import Completion, Request
 from tasks.environments.protocol import Outcome, Prompt
@@ -41,10 +42,11 @@ def held_out_score(run: CampaignRun, folder: Path, version: int, *, iteration: i
             for prompt, tokens in zip(prompts, ids, strict=True)
         ]
         params = sampling_params(run.config.rollout, folder, greedy=greedy)
-        if dialogue is None:
-            completions = engine.generate(requests, params)
-        else:
-            completions = dialogue.generate(engine, [p.prompt_id for p in prompts], requests, params)
+        with old_objects_apart():
+            if dialogue is None:
+                completions = engine.generate(requests, params)
+            else:
+                completions = dialogue.generate(engine, [p.prompt_id for p in prompts], requests, params)
         scores[greedy] = _scores(run, scorer.truths(_samples(prompts, requests, completions)))
     sampled, best = scores[False], scores[True]
     return Evaluation(

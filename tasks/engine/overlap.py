@@ -1,12 +1,11 @@
 """Several portions sampled at once by one process, so that a server has work at the end of each."""
 
-import gc
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
+from tasks.engine.collector import old_objects_apart
 from tasks.engine.worker import RolloutWorker, WorkDone
 
 
@@ -22,7 +21,8 @@ def drain_together(
         waits: stay while the rest is leased to others.
     """
     if len(members) == 1:
-        return members[0].drain(iteration, max_portions=max_portions, waits=waits)
+        with old_objects_apart():
+            return members[0].drain(iteration, max_portions=max_portions, waits=waits)
     turns, lock, failed = itertools.count(), threading.Lock(), threading.Event()
 
     def work(member: RolloutWorker) -> list[WorkDone]:
@@ -49,21 +49,3 @@ def drain_together(
         num_tokens=sum(part.num_tokens for part in parts),
         seconds=sum(part.seconds for part in parts) / len(members),
     )
-
-
-@contextmanager
-def old_objects_apart() -> Iterator[None]:
-    """While the block runs, garbage is looked for only among what it makes.
-
-    Answers are thousands of lists, which has Python look through all 470,000 objects that PyTorch and its kin
-    left, about once in a thousand samples and for 0.4 s, in which no request goes out. Objects that are apart
-    already stay so.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
