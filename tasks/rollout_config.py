@@ -44,8 +44,10 @@ class RolloutConfig(Section):
     what there is."""
     groups_per_portion: int = Field(default=64, ge=1)
     """Prompt groups that one lease covers."""
-    portions_at_once: int = Field(default=1, ge=1)
-    """Leases that one worker samples at the same time, so that its engine has work at the end of one."""
+    portions_at_once: int = Field(default=0, ge=0)
+    """Leases that one worker samples at the same time, so that its engine has work at the end of one. 0 =
+    with SGLang a worker's share of the iteration's portions, at most 4; with the embedded engine, which fills
+    a batch with one, 1."""
     max_portions_per_worker: int = Field(default=0, ge=0)
     """Leases one worker task takes before it leaves the rest to the others; 0 = until the queue is empty. A
     local run executes mapped tasks one after the other, so without it the first worker would do all."""
@@ -110,7 +112,7 @@ class RolloutConfig(Section):
     def _the_engine_can_do_it(self) -> Self:
         if self.engine == "embedded" and self.portions_at_once > 1:
             raise ValueError(
-                "portions_at_once must be 1 for the embedded engine, which fills a batch with one portion, "
+                "portions_at_once must be 0 or 1 for the embedded engine, which fills a batch with one, "
                 f"got {self.portions_at_once}. Raise groups_per_portion or workers instead."
             )
         unused = self.context_unused

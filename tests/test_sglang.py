@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from recorded_sglang import answer
 
 from tasks.config import CampaignConfig
+from tasks.engine.make import portions_at_once
 from tasks.engine.partial import group_rows
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sglang_format import completion, request_body, single_bodies
@@ -57,8 +58,12 @@ def test_combinations_that_sglang_gets_wrong_are_refused_at_launch(values, messa
 
 
 def test_the_engine_decides_what_a_worker_may_ask_of_it():
-    with pytest.raises(ValidationError, match="portions_at_once must be 1"):
+    with pytest.raises(ValidationError, match="portions_at_once must be 0 or 1"):
         RolloutConfig(portions_at_once=2)
+    offered = {"engine": "sglang", "prompts_per_iteration": 512, "groups_per_portion": 32}
+    assert portions_at_once(RolloutConfig()) == 1
+    assert [portions_at_once(RolloutConfig(**offered, workers=n)) for n in (1, 8, 32)] == [4, 2, 1]
+    assert portions_at_once(RolloutConfig(**offered, workers=32, portions_at_once=3)) == 3
     with pytest.raises(ValidationError, match="expert ids only"):
         RolloutConfig(engine="sglang", record_routing="experts_and_weights")
     assert RolloutConfig().is_repeatable

@@ -45,6 +45,12 @@ def _sglang_fleet(config_json: str, routing: bool, dtype: str) -> "Fleet":
     return Fleet(config, dtype=dtype, folder=folder, routing=routing)
 
 
+def portions_at_once(rollout: RolloutConfig) -> int:
+    """Leases that a worker samples at the same time: as configured, or by the engine."""
+    share = min(rollout.num_portions // rollout.workers, 4) if rollout.engine == "sglang" else 1
+    return rollout.portions_at_once or max(share, 1)
+
+
 def make_workers(
     config: CampaignConfig,
     engine: Engine,
@@ -58,11 +64,12 @@ def make_workers(
     """As many configured workers as portions are to be sampled at once, around one engine that holds the
     policy in ``folder``."""
     engines = [engine]
-    if config.rollout.portions_at_once > 1:
+    at_once = portions_at_once(config.rollout)
+    if at_once > 1:
         from tasks.engine.sglang import SglangEngine
 
         assert isinstance(engine, SglangEngine), "the configuration allows it for no other"
-        engines += [engine.fleet.view() for _ in range(config.rollout.portions_at_once - 1)]
+        engines += [engine.fleet.view() for _ in range(at_once - 1)]
     rollout = config.rollout
     return [
         RolloutWorker(
