@@ -7,7 +7,7 @@ SGLang's client at several numbers of requests on their way; the engine, one cal
 real queue, from the first lease to the last settled portion, with rewards that cost nothing. A round runs
 each once; the ratio is the median over rounds of the ratio within a round. The last column is this process's
 CPU time a sample (SGLang's client runs in another). ``--canned`` measures the clients without a server that
-takes time.
+takes time, with ``--step-ms`` on one whose scheduler takes the time of a GPU but none of its cores.
 """
 
 import argparse
@@ -175,10 +175,11 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def start_canned() -> tuple[subprocess.Popen, str]:
+def start_canned(step_ms: float) -> tuple[subprocess.Popen, str]:
     port = 20_000 + os.getpid() % 10_000
     command = [sys.executable, str(Path(__file__).with_name("canned_sglang.py")), "--port", str(port)]
-    return subprocess.Popen([*command, "--tokens", "256"]), f"http://{HOST}:{port}"
+    command += ["--tokens", "256", "--step-ms", str(step_ms)]
+    return subprocess.Popen(command), f"http://{HOST}:{port}"
 
 
 def main() -> None:
@@ -190,6 +191,7 @@ def main() -> None:
     parser.add_argument(
         "--canned", action="store_true", help="the clients alone: no model, 256 tokens a sample"
     )
+    parser.add_argument("--step-ms", type=float, default=0.0, help="a decoding step of the canned server")
     parser.add_argument("--url", help="a server that serves --policy already")
     parser.add_argument("--policy", type=Path)
     options = parser.parse_args()
@@ -208,7 +210,11 @@ def main() -> None:
             return
         size = save_policy(scratch / "policy", SMALL if options.small or options.canned else LARGE)
         start = time.perf_counter()
-        server, url = start_canned() if options.canned else start_server(config, scratch / "policy", scratch)
+        server, url = (
+            start_canned(options.step_ms)
+            if options.canned
+            else start_server(config, scratch / "policy", scratch)
+        )
         try:
             await_server(server, url, scratch)
             print(f"{size:.1f} GB, server started in {time.perf_counter() - start:.0f} s", flush=True)
