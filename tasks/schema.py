@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pandera.polars as pa
 import polars as pl
+import polars.selectors as cs
 from pandera.polars import PolarsData
 
 from tasks.rl.routing_records import routing_fault
@@ -38,6 +39,11 @@ class SchemaViolation(ValueError):
     """Rows that break a rule of a stage boundary."""
 
 
+def _lists_without_null() -> pl.Expr:
+    """Whether each value in each list is one; where a list itself may be null, its column says so."""
+    return pl.all_horizontal(cs.list().list.eval(pl.element().is_not_null()).list.all().fill_null(True))
+
+
 class PromptFrame(pa.DataFrameModel):
     """One prompt group of a work item."""
 
@@ -47,6 +53,10 @@ class PromptFrame(pa.DataFrameModel):
 
     class Config(pa.DataFrameModel.Config):
         strict = True
+
+    @pa.dataframe_check
+    def no_list_holds_a_null(cls, data: PolarsData) -> pl.LazyFrame:
+        return data.lazyframe.select(_lists_without_null())
 
     @pa.dataframe_check
     def prompt_is_not_empty(cls, data: PolarsData) -> pl.LazyFrame:
@@ -75,6 +85,10 @@ class Recorded(pa.DataFrameModel):
 
     class Config(pa.DataFrameModel.Config):
         strict = True
+
+    @pa.dataframe_check
+    def no_list_holds_a_null(cls, data: PolarsData) -> pl.LazyFrame:
+        return data.lazyframe.select(_lists_without_null())
 
     @pa.dataframe_check
     def sample_ids_are_unique(cls, data: PolarsData) -> pl.LazyFrame:

@@ -72,6 +72,11 @@ def test_no_payload_is_an_empty_frame_of_the_right_type(schema):
     [
         (PromptFrame, {"prompt_ids": []}, "prompt_is_not_empty"),
         (RolloutFrame, {"prompt_ids": []}, "prompt_is_not_empty"),
+        (PromptFrame, {"prompt_ids": [1, None]}, "no_list_holds_a_null"),
+        (RolloutFrame, {"response_ids": [3, None]}, "no_list_holds_a_null"),
+        (RolloutFrame, {"behavior_logprob": [None, -0.2]}, "no_list_holds_a_null"),
+        (ScoredFrame, {"chosen": [True, None]}, "no_list_holds_a_null"),
+        (TrainFrame, {"loss_mask": [True, None]}, "no_list_holds_a_null"),
         (RolloutFrame, {"behavior_logprob": [-0.1]}, "response_and_logprobs_have_equal_length"),
         (
             RolloutFrame,
