@@ -7,6 +7,7 @@ from tasks.config import CampaignConfig
 from tasks.engine.embedded import EmbeddedEngine
 from tasks.engine.make import make_dialogue
 from tasks.engine.protocol import Request, SamplingParams
+from tasks.engine.sglang_format import request_body
 from tasks.engine.turns import Dialogue, turn_seed
 from tasks.environment_config import CalculatorConfig
 from tasks.environments.calculator import CalculatorEnvironment, evaluate
@@ -46,10 +47,10 @@ def always(text):
     return lambda talks: [(True, text, "") for _ in talks]
 
 
-def sample(engine, replies, *, max_turns=3, seeds=(5, 6, 7, 8)):
+def sample(engine, replies, *, max_turns=3, seeds=(5, 6, 7, 8), room=10**6):
     engine.calls.clear()
     chat = Chat(TOKENIZER)
-    dialogue = Dialogue(chat=chat, replies=replies, max_turns=max_turns)
+    dialogue = Dialogue(chat=chat, replies=replies, max_turns=max_turns, room=room)
     requests = [Request(prompt_ids=tuple(chat.prompt_ids(text)), seeds=seeds) for text in ("12+34", "5+6")]
     return requests, dialogue.generate(engine, ["a", "b"], requests, PARAMS)
 
@@ -106,6 +107,32 @@ def test_a_tool_that_fails_fails_its_sample_and_no_other(engine):
     assert (outcome.kind, outcome.reward) == ("failure", None) and outcome.reason.startswith("ToolFailure")
 
 
+@pytest.mark.parametrize("room", [10, 16, 29, 60])
+def test_a_conversation_that_outgrows_the_context_is_cut_off_there(engine, room):
+    """Positions behind a context mean nothing to the embedded engine, and SGLang refuses the request, which
+    ended the run. The longest of these conversations has 42 tokens where there is room."""
+    _, groups = sample(engine, always("46"), max_turns=5, room=room)
+    completions = [completion for group in groups for completion in group]
+    later = [request for requests, _ in engine.calls[1:] for request in requests]
+    assert bool(later) == (room > 10)
+    for request in later:
+        body = request_body(request, ["a"], PARAMS, vocab_size=60)
+        budget = body["sampling_params"][0]["max_new_tokens"]
+        assert budget == min(PARAMS.max_new_tokens, room - len(request.prompt_ids)) > 0
+    assert all(completion.chosen[-1] for completion in completions)  # a reply without a turn is not heard
+    reasons = [completion.finish_reason for completion in completions]
+    assert set(reasons) <= {"stop", "length"} and ("length" in reasons) == (room < 60)
+
+
+def test_a_reply_that_the_vocabulary_cannot_spell_fails_its_sample_and_no_other(engine):
+    """It ended the run: a tool's words are known only once it speaks."""
+    _, groups = sample(
+        engine, lambda talks: [(True, "\u00e9" if name == "b" else None, "") for name, _ in talks]
+    )
+    assert {c.finish_reason for c in groups[0]} == {"stop"}
+    assert {c.finish_reason for c in groups[1]} == {"tool_failure"}
+
+
 def with_template(template):
     tokenizer = character_tokenizer()
     tokenizer.chat_template = template
@@ -130,7 +157,7 @@ PLAIN = TOKENIZER.chat_template
 def test_a_template_that_breaks_prefixes_is_refused(template):
     assert template != PLAIN
     with pytest.raises(ValueError, match="a chat template must leave earlier messages as they were"):
-        Dialogue(chat=Chat(with_template(template)), replies=always(None), max_turns=2)
+        Dialogue(chat=Chat(with_template(template)), replies=always(None), max_turns=2, room=99)
 
 
 def test_a_template_with_text_between_turns_is_kept_whole():
@@ -212,7 +239,9 @@ def test_what_is_no_arithmetic_is_refused(expression):
 
 def test_only_an_environment_that_answers_gets_a_dialogue(tmp_path):
     TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
     assert make_dialogue(CampaignConfig(), tmp_path) is None
     config = CampaignConfig.model_validate({"environment": {"name": "calculator"}})
     dialogue = make_dialogue(config, tmp_path)
-    assert dialogue.max_turns == 2 and dialogue.replies([("0~1+2", ("=1+2",))]) == [(True, "3", "")]
+    assert (dialogue.max_turns, dialogue.room) == (2, 64)
+    assert dialogue.replies([("0~1+2", ("=1+2",))]) == [(True, "3", "")]

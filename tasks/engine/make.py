@@ -99,7 +99,7 @@ def make_dialogue(config: CampaignConfig, folder: Path) -> Dialogue | None:
     from tasks.environments.protocol import is_multi_turn
     from tasks.environments.replies import environment_replies
     from tasks.policy.models.chat import Chat
-    from tasks.policy.models.tokenizer import load_tokenizer
+    from tasks.policy.models.tokenizer import context_room, load_tokenizer
 
     environment = make_environment(config.environment, seed=config.seed)
     if not is_multi_turn(environment) or environment.max_turns == 1:
@@ -108,6 +108,7 @@ def make_dialogue(config: CampaignConfig, folder: Path) -> Dialogue | None:
         chat=Chat(load_tokenizer(folder)),
         replies=environment_replies(config, environment),
         max_turns=environment.max_turns,
+        room=context_room(folder, config.rollout),
     )
 
 

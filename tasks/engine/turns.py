@@ -4,7 +4,8 @@
     chosen = True * |turn 0|, False * |reply 0|, True * |turn 1|, ...
 
 A turn's tokens and log-probabilities are the engine's own, kept as they came. A reply's tokens have
-log-probability 0, are never trained, and are what the next turn was conditioned on.
+log-probability 0, are never trained, and are what the next turn was conditioned on. A conversation that
+outgrows the policy's context is cut off there, as a response at ``max_new_tokens`` is.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 
 from tasks.engine.protocol import Completion, Engine, Request, SamplingParams
 from tasks.policy.models.chat import Chat
+from tasks.say import say
 
 Reply = tuple[bool, str | None, str]
 """(whether the environment answered, its reply or None at the end, why it did not answer)."""
@@ -27,6 +29,8 @@ class Dialogue:
     chat: Chat
     replies: Replies
     max_turns: int
+    room: int
+    """Tokens that a prompt and all that follows may have."""
 
     def __post_init__(self) -> None:
         self.chat.reply_frame()  # a template that breaks prefixes is refused before anything is sampled
@@ -49,24 +53,41 @@ class Dialogue:
             if not going:
                 break
             for talk, group in zip(
-                going, engine.generate([t.request(turn) for t in going], params), strict=True
+                going, engine.generate([self._next(t, turn, params) for t in going], params), strict=True
             ):
                 talk.take(group[0], self.chat)
         result = iter([talk.completion() for talk in talks])
         return [[next(result) for _ in request.seeds] for request in requests]
 
+    def _next(self, talk: "_Talk", turn: int, params: SamplingParams) -> Request:
+        """A turn counts as sampled already what of ``max_new_tokens`` the context has no room for."""
+        ids = (*talk.prompt_ids, *talk.response_ids)
+        lacking = max(0, len(ids) + params.max_new_tokens - self.room)
+        return Request(prompt_ids=ids, seeds=(turn_seed(talk.seed, turn),), num_sampled=lacking)
+
     def _answer(self, talks: Sequence["_Talk"]) -> list["_Talk"]:
         """Append replies; returns the conversations that go on."""
-        going = []
         said = self.replies([(talk.name, tuple(talk.turns)) for talk in talks]) if talks else []
         for talk, (has_answered, text, _) in zip(talks, said, strict=True):
             if not has_answered:
                 talk.finish_reason = "tool_failure"
-            elif text is not None:
-                talk.hear(self.chat.reply_ids(text))
-                going.append(talk)
-            talk.is_open = has_answered and text is not None
-        return going
+            talk.is_open = has_answered and text is not None and self._hears(talk, text)
+        return [talk for talk in talks if talk.is_open]
+
+    def _hears(self, talk: "_Talk", text: str) -> bool:
+        """Append a reply, if it can be and leaves room for a token; else it is not heard and ends the
+        conversation."""
+        try:
+            ids = self.chat.reply_ids(text)
+        except ValueError as error:
+            say("generate", f"the reply to a turn of {talk.name} is not heard: {error}")
+            talk.finish_reason = "tool_failure"
+            return False
+        if len(talk.prompt_ids) + len(talk.response_ids) + len(ids) >= self.room:
+            talk.finish_reason = "length"
+            return False
+        talk.hear(ids)
+        return True
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,9 +101,6 @@ class _Talk:
     chosen: list[bool] = field(default_factory=list)
     finish_reason: str = "stop"
     is_open: bool = True
-
-    def request(self, turn: int) -> Request:
-        return Request(prompt_ids=(*self.prompt_ids, *self.response_ids), seeds=(turn_seed(self.seed, turn),))
 
     def take(self, completion: Completion, chat: Chat) -> None:
         self._extend(completion.response_ids, completion.logprobs, is_chosen=True)

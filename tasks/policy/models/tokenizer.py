@@ -79,10 +79,15 @@ def context_length(folder: Path) -> int:
     return positions
 
 
+def context_room(folder: Path, rollout: RolloutConfig) -> int:
+    """Tokens that a prompt and all that follows may have."""
+    bounds = list(filter(None, (context_length(folder), rollout.context_limit)))
+    return min(bounds) - rollout.context_unused if bounds else sys.maxsize
+
+
 def prompt_room(folder: Path, rollout: RolloutConfig) -> int:
     """Tokens that a prompt may have for its response to fit behind it."""
-    bounds = list(filter(None, (context_length(folder), rollout.context_limit)))
-    return min(bounds) - rollout.context_unused - rollout.max_new_tokens if bounds else sys.maxsize
+    return context_room(folder, rollout) - rollout.max_new_tokens
 
 
 def require_room(folder: Path, prompts: Iterable[tuple[str, int]], rollout: RolloutConfig) -> None:
