@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,19 @@ def test_a_way_that_is_not_stored_is_refused_at_launch(values):
     with pytest.raises(ValueError, match=r"checkpoint\.fetch must be measured unless"):
         CheckpointConfig.model_validate(values)
     CheckpointConfig.model_validate(BOTH)
+
+
+def test_a_reader_without_anything_gets_weights_that_came_back_to_the_beginning_of_their_chain(
+    policy_store, store_folder, tmp_path, monkeypatch
+):
+    """Made of its own full file it waited for ever, for the lock that it held itself."""
+    parent, tensors = None, dense()
+    for version in range(3):
+        path = write(tmp_path / "model.safetensors", flipped(tensors, 7) if version == 1 else tensors)
+        parent = put_patched(policy_store, path, parent, full_every=4)
+        policy_store.commit(manifest(policy_store, version, {path.name: parent}))
+    reader = open_store(str(store_folder), policy_store.campaign, cache=tmp_path / "reader")
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda fd, how: flock(fd, how | fcntl.LOCK_NB))  # nobody else locks
+    assert isinstance(parent, PatchedBlob) and len(parent.patches) == 2
+    assert (reader.pull(2) / path.name).read_bytes() == path.read_bytes()

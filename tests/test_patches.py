@@ -266,22 +266,6 @@ def test_a_late_joiner_rebuilds_from_the_newest_full_version(policy_store, chain
         assert (reader.cache.received.full_files, reader.cache.received.patches) == (fulls, patches)
 
 
-def test_a_reader_without_anything_gets_weights_that_came_back_to_the_beginning_of_their_chain(
-    policy_store, store_folder, tmp_path, monkeypatch
-):
-    """Made of its own full file it waited for ever, for the lock that it held itself."""
-    parent, tensors = None, dense()
-    for version in range(3):
-        path = write(tmp_path / "model.safetensors", flipped(tensors, 7) if version == 1 else tensors)
-        parent = put_patched(policy_store, path, parent, full_every=4)
-        policy_store.commit(manifest(policy_store, version, {path.name: parent}))
-    reader = open_store(str(store_folder), policy_store.campaign, cache=tmp_path / "reader")
-    flock = fcntl.flock
-    monkeypatch.setattr(fcntl, "flock", lambda fd, how: flock(fd, how | fcntl.LOCK_NB))  # nobody else locks
-    assert patches_of(policy_store, 2) == 2
-    assert (reader.pull(2) / path.name).read_bytes() == path.read_bytes()
-
-
 def test_an_unchanged_shard_is_not_sent_again(policy_store, chain, tmp_path, monkeypatch):
     (tmp_path / "same.safetensors").write_bytes(chain[3])
     monkeypatch.setattr(policy_store.bucket, "upload", lambda *_: pytest.fail("sent"))
