@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from canned_sglang import tokens_per_s
 from engines import sglang_config
 from served import (
     LARGE,
@@ -218,6 +219,9 @@ def main() -> None:
         try:
             await_server(server, url, scratch)
             print(f"{size:.1f} GB, server started in {time.perf_counter() - start:.0f} s", flush=True)
+            if options.canned and options.step_ms:
+                limit = tokens_per_s(options.step_ms / 1e3, plan.new)
+                print(f"its scheduler gives {limit:,.0f} tokens/s to a client that takes no time", flush=True)
             throughput(config, url, scratch / "policy", scratch, plan, gate=options.gate)
         finally:
             server.terminate()

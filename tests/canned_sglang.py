@@ -20,6 +20,12 @@ PREFILL_S, PREFILL_SEQUENCE_S = 2e-3, 0.2e-3
 """A pass that reads prompts, and each prompt of it: 128 tokens of the benchmark's large policy on an H200."""
 
 
+def tokens_per_s(step_s: float, tokens: int) -> float:
+    """What the server gives to clients that never let it wait."""
+    wave_s = PREFILL_S + PREFILL_SEQUENCE_S * RUNNING + step_s * (tokens - 1)
+    return RUNNING * tokens / wave_s
+
+
 class Clock:
     """When a server with continuous batching would be done with each sequence, all of them ``tokens`` long.
 
