@@ -40,7 +40,7 @@ class PromptFilesConfig(Section):
     path: str = ""
     """File, folder or ``*`` pattern."""
     prompt_field: str = "prompt"
-    """Text, or a list of chat messages whose last user message is asked."""
+    """Text, or a chat of one user message."""
     answer_field: str = "answer"
     verifier: Literal["exact", "number", "math", "python"] = "exact"
     """``python`` runs the response in a sandbox; the answer is then the test code."""

@@ -234,8 +234,12 @@ def test_chats_of_one_message_are_asked_and_others_are_refused(tmp_path):
 
     user = {"role": "user", "content": "1 * 1"}
     assert "1 * 1" in {problem.text for problem in from_files(rows(user)).problems}
-    with pytest.raises(ValueError, match=r"row 0 must be text or a chat of one user message, got roles"):
-        from_files(rows({"role": "system", "content": "be brief"}, user))
+    parts = {"role": "user", "content": [{"type": "text", "text": "1 * 1"}]}  # was asked as Python spells it
+    for others in ([{"role": "system", "content": "be brief"}, user], [{"role": "user"}], ["1 * 1"], [parts]):
+        with pytest.raises(
+            ValueError, match=r"row 0 must be text or a chat of one user message of text, got"
+        ):
+            from_files(rows(*others))
 
 
 def test_a_row_without_its_fields_and_a_path_without_files_are_named(tmp_path):
@@ -250,7 +254,7 @@ def test_a_line_of_json_ends_at_a_line_feed_and_nowhere_else(tmp_path):
     texts = [f"a{mark}b" for mark in ("\u2028", "\u2029", "\x85", "\x1c")] + ["c", "d", "e"]
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps({"prompt": text, "answer": "1"}, ensure_ascii=False) for text in texts]
-    path.write_text("\r\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text("\r\n".join(lines) + "\n", encoding="utf-8-sig")  # as on Windows
     assert [problem.text for problem in from_files(path).problems] == texts
 
 
@@ -266,6 +270,14 @@ def test_a_line_of_json_ends_at_a_line_feed_and_nowhere_else(tmp_path):
         ("rows.json", "", r"a list of rows, or one under 'data'"),
         ("rows.jsonl", "[1, 2]\n", r"row 0 must be an object with fields, got \[1, 2\]"),
         ("rows.jsonl", b'{"prompt": "caf\xe9", "answer": "1"}', r"in UTF-8, got .*rows\.jsonl: .* byte 0xe9"),
+        ("rows.jsonl", "[" * 100_000, r"rows.jsonl line 1: maximum recursion depth"),
+        ("rows.jsonl", '{"prompt": 1, "answer": "1"}', r"row 0 must be text or a chat of one"),
+        (
+            "rows.jsonl",
+            '{"prompt": "1", "answer": ["1", "2"]}',
+            r"row 0 must have one text or number in 'ans",
+        ),
+        ("rows.jsonl", '{"prompt": "\\ud800", "answer": "1"}', r"row 0 must hold whole characters, got"),
         ("rows.parquet", b"PAR1 cut off", r"whole Parquet files, got .*rows\.parquet"),
         ("rows.parquet", b"", r"whole Parquet files, got .*rows\.parquet"),
     ],

@@ -82,7 +82,7 @@ def _read(path: Path, field: str) -> list[Any]:
         except pl.exceptions.PolarsError as error:
             raise ValueError(f"{field} must name whole Parquet files, got {path}: {error}.") from None
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some write a mark before the first byte
     except UnicodeDecodeError as error:
         raise ValueError(f"{field} must name files in UTF-8, got {path}: {error}. Convert it.") from None
     # at line feeds alone: JSON's strings may hold what str.splitlines takes for ends of lines, such as U+2028
@@ -91,7 +91,7 @@ def _read(path: Path, field: str) -> list[Any]:
     for number, part in enumerate(parts, start=1):
         try:
             rows += [json.loads(part)] if part.strip() else []
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{field} must name files of valid JSON, got {path} line {number}: {error}. Mend the file."
             ) from None
@@ -113,18 +113,28 @@ def _problem(row: dict[str, Any], config: PromptFilesConfig, where: str) -> Prob
                 f"{where} must have the field {field!r}, got {sorted(row)}. Set prompt_files.prompt_field "
                 "and answer_field."
             )
-    return Problem(text=_text(row[config.prompt_field], where), answer=str(row[config.answer_field]))
+    text, answer = _text(row[config.prompt_field], where), row[config.answer_field]
+    if isinstance(answer, list | dict):  # Python's spelling of it would be asked for
+        raise ValueError(
+            f"{where} must have one text or number in {config.answer_field!r}, got {answer!r:.80}. Write it "
+            "as the answer that is expected."
+        )
+    problem = Problem(text=text, answer=str(answer))
+    try:
+        f"{problem.text}{problem.answer}".encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} must hold whole characters, got {error}. Mend the row.") from None
+    return problem
 
 
 def _text(prompt: Any, where: str) -> str:
     """A chat's only user message: the policy's template is put around it once, by the campaign."""
     if isinstance(prompt, str):
         return prompt
-    texts = [message["content"] for message in prompt if message["role"] == "user"]
-    if len(texts) != 1 or len(prompt) != 1:
-        raise ValueError(
-            f"{where} must be text or a chat of one user message, got roles "
-            f"{[message['role'] for message in prompt]}. Join a system message and the question into one "
-            "text."
-        )
-    return str(texts[0])
+    match prompt:
+        case [{"role": "user", "content": str(text)}]:
+            return text
+    raise ValueError(
+        f"{where} must be text or a chat of one user message of text, got {prompt!r:.160}. Join a system "
+        "message and the question into one text."
+    )
