@@ -38,6 +38,8 @@ def test_the_split_depends_on_its_key_alone_and_leaves_no_prompt_out():
     assert held != list(range(10)) and held != list(range(30, 40))
     with pytest.raises(ValueError, match=r"held_out must be below the 40 distinct prompts, got 40"):
         split(40, held_out=40, key="k")
+    with pytest.raises(ValueError, match=r"the 0 distinct prompts, got 1\. Give it more\."):  # 0 is refused
+        split(0, held_out=1, key="k")
     with pytest.raises(ValueError, match="must have prompts to train on, got 0"):
         PromptOrder(0, key="k")
 

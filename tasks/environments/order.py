@@ -31,10 +31,10 @@ class PromptOrder:
 def split(num: int, *, held_out: int, key: str) -> tuple[list[int], list[int]]:
     """(train, held out) indices: the same split for every seed, so that scores stay comparable."""
     if held_out >= num:
-        raise ValueError(
-            f"held_out must be below the {num} distinct prompts, got {held_out}. Lower environment.held_out "
-            f"to {num // 4} or give it more data."
+        less = (
+            f"Lower environment.held_out to {num // 4}, or give it more data" if num >= 4 else "Give it more"
         )
+        raise ValueError(f"held_out must be below the {num} distinct prompts, got {held_out}. {less}.")
     order = list(range(num))
     random.Random(key).shuffle(order)
     return order[held_out:], order[:held_out]
