@@ -15,6 +15,7 @@ import pytest
 from proxy import Fault, Proxy
 from publishing import manifest
 
+from tasks.artifacts.client import MAX_ATTEMPTS
 from tasks.artifacts.errors import CorruptArtifact, StoreError
 from tasks.artifacts.store import EMBEDDED_BUCKET, PolicyStore, open_store
 
@@ -114,6 +115,16 @@ def test_an_object_of_another_size_is_named(policy_store, large, tmp_path, size)
     policy_store.commit(manifest(policy_store, 0, {large.name: swapped}))
     with pytest.raises(CorruptArtifact, match=rf"got {size} bytes instead of {33 * MIB} from {wrong.key}"):
         policy_store.pull(0)
+
+
+@pytest.mark.parametrize("path", ["manifest.json", "uploadId", "blobs"])
+def test_a_minute_in_which_s3_asks_for_fewer_requests_ends_no_run(store, policy_store, proxy, large, path):
+    """Five tries within eight seconds gave up; S3 asks so while it spreads a prefix over more servers."""
+    proxy.faults.append(Fault(kind="error", path=path, times=5 * MAX_ATTEMPTS))
+    publish_large(store, large)
+    require_whole(policy_store, large)
+    proxy.faults.append(Fault(kind="error", method="GET", path="blobs", times=2 * MAX_ATTEMPTS))
+    assert (store.pull(0) / large.name).read_bytes() == large.read_bytes()
 
 
 LASTING = {

@@ -32,10 +32,14 @@ from tasks.artifacts.content import Content, Digests, Hash
 from tasks.artifacts.download import BROKEN, download
 from tasks.artifacts.errors import StoreError
 from tasks.artifacts.sending import send, sign_checksums_only
+from tasks.say import say
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 5
 MAX_CONFLICTS = 12
+SLOW_DOWN_SECONDS = (5.0, 10.0, 20.0, 30.0, 30.0)
+"""Waits, on the average three quarters of these, before a request that S3 refuses for there being too many is
+made anew: S3 does so for a minute or two, while it spreads a prefix over more servers."""
 PART_BYTES = 16 << 20
 MAX_PARTS = 9000
 """S3 allows 10,000."""
@@ -44,6 +48,7 @@ _UNAVAILABLE = (
     "server.log in the store's folder. Amazon S3: try again later."
 )
 _LOADER = botocore.loaders.create_loader()  # one cache of S3's description: 8 ms a client instead of 50 ms
+_SLOWED_DOWN = "It asked for fewer requests for two minutes. Try again later."
 _ERRORS = (ClientError, BotoCoreError)
 _CREDENTIAL_CODES = {
     "AccessDenied",
@@ -287,17 +292,24 @@ class Bucket:
                 return
 
     def _call(self, verb: str, key: str, request: Callable[[], T]) -> T:
-        """Make a request; once more, over a new connection, if the first one broke."""
+        """Make a request; again after a while where S3 asks for fewer."""
+        for seconds in (*SLOW_DOWN_SECONDS, 0.0):
+            try:
+                return self._connected(request)
+            except _ERRORS as error:
+                if not seconds or not _is_throttled(error):
+                    raise self._explained(verb, key, error) from error
+                say("store", f"asks for fewer requests; to {verb} {key} waits for up to {seconds:.0f} s")
+            time.sleep(_jittered(seconds))
+        raise AssertionError("the last try returns or raises")
+
+    def _connected(self, request: Callable[[], T]) -> T:
+        """Once more, over a new connection, if the first one broke."""
         try:
             return request()
-        except _ERRORS as error:
-            if not isinstance(error, BROKEN):
-                raise self._explained(verb, key, error) from error
-        self._client = self._connect()
-        try:
-            return request()
-        except _ERRORS as error:
-            raise self._explained(verb, key, error) from error
+        except BROKEN:
+            self._client = self._connect()
+        return request()
 
     def _explained(self, verb: str, key: str, error: Exception) -> Exception:
         """The error of a store that cannot serve; any other error unchanged."""
@@ -311,7 +323,7 @@ class Bucket:
             elif status in (401, 403) or code in _CREDENTIAL_CODES:
                 reason, advice = "credentials", "Check the AWS credentials and their rights on the bucket."
             elif status >= 500 or status == 429:
-                reason, advice = "unavailable", _UNAVAILABLE
+                reason, advice = "unavailable", _SLOWED_DOWN if _is_throttled(error) else _UNAVAILABLE
             else:
                 return error
         elif isinstance(error, (NoCredentialsError, PartialCredentialsError)):
@@ -332,11 +344,20 @@ def _code(error: ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
+def _is_throttled(error: Exception) -> bool:
+    return isinstance(error, ClientError) and (_status(error) in (429, 503) or _code(error) == "SlowDown")
+
+
 def part_bytes(size: int) -> int:
     """Of a transfer in parts."""
     return max(PART_BYTES, math.ceil(size / MAX_PARTS))
 
 
 def back_off(attempt: int) -> None:
-    """Wait 10 to 640 ms. SystemRandom: two seeded trainers would otherwise wait equally long."""
-    time.sleep(random.SystemRandom().uniform(0.5, 1.0) * 0.02 * 2 ** min(attempt, 5))
+    """Wait 10 to 640 ms."""
+    time.sleep(_jittered(0.02 * 2 ** min(attempt, 5)))
+
+
+def _jittered(seconds: float) -> float:
+    """SystemRandom: two seeded trainers would otherwise wait equally long."""
+    return random.SystemRandom().uniform(0.5, 1.0) * seconds
