@@ -53,6 +53,8 @@ class Torture:
             return Outcome(kind="score", reward=0.5)
         if response == "huge":
             return Outcome(kind="failure", reason="x" * (2 << 20))
+        if response == "object":
+            return Outcome(kind="score", reward=0.5, is_exact=object())
         if response == "lie":
             return Outcome(kind="failure", reward=1.0, reason="both")
         return Outcome(kind="score", reward=int(response) / 1000)
@@ -129,6 +131,7 @@ def test_a_fifth_of_bad_samples_costs_neither_the_others_nor_a_worker_nor_memory
         ("crash", "its worker died"),
         ("huge", "it answered with"),
         ("lie", "TypeError"),
+        ("object", "TypeError: Object of type object is not JSON serializable in {'kind'"),
         ("1001", "ValueError"),
     ],
 )

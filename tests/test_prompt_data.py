@@ -5,9 +5,12 @@ What these tests cannot see: files too large to hold as a list of problems.
 
 import json
 from collections import Counter
+from dataclasses import asdict
 
+import numpy as np
 import polars as pl
 import pytest
+import torch
 
 from tasks.environment_config import EnvironmentConfig
 from tasks.environments.make import make_environment
@@ -289,6 +292,17 @@ def test_a_file_that_is_no_table_is_named_with_the_place(tmp_path, name, text, w
     path.write_bytes(text) if isinstance(text, bytes) else path.write_text(text)
     with pytest.raises(ValueError, match=words):
         from_files(path)
+
+
+@pytest.mark.parametrize(
+    ("score", "is_exact"), [(np.float32(1.0), True), (torch.tensor(0.5), False), (1, True)]
+)
+def test_a_score_of_another_librarys_type_is_a_score(score, is_exact):
+    """As NumPy's mean: a comparison with it is no bool, at which the verifier's process died unexplained."""
+    problems = [Problem(text=str(n), answer="") for n in range(9)]
+    environment = ProblemEnvironment(problems, score=lambda *_: score, name="n", held_out=1, seed=0)
+    outcome = environment.verify(environment.train_prompt(0).prompt_id, "x", is_finished=True)
+    assert json.loads(json.dumps(asdict(outcome)))["reward"] == float(score) and outcome.is_exact is is_exact
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), -float("inf"), 85.0, -1.0, "1.0"])

@@ -54,7 +54,7 @@ class ProblemEnvironment:
             return Outcome(kind="abstain", reason="the verifier could not judge it")
         if not -TOLERANCE <= reward <= 1 + TOLERANCE:  # NaN neither
             raise ValueError(f"score must return a number from 0 to 1, or None to abstain, got {reward}.")
-        return Outcome(kind="score", reward=min(max(float(reward), 0.0), 1.0), is_exact=reward >= 1.0)
+        return Outcome(kind="score", reward=min(max(float(reward), 0.0), 1.0), is_exact=bool(reward >= 1.0))
 
     def index(self, prompt_id: str) -> int:
         return int(prompt_id.rsplit("-", 1)[1])

@@ -103,10 +103,19 @@ def work(channel: socket.socket, environment: Environment, *, memory_bytes: int)
             answer = answer_call(environment, call)
             if os.getpid() != itself:  # a verifier forked and let its child return: one answer a call
                 os._exit(1)
-            body = json.dumps(answer).encode()
+            body = _encoded(answer)
             channel.sendall(HEAD.pack(len(body)) + body)
             if answer.get("reason", "").startswith("MemoryError"):
                 return
+
+
+def _encoded(answer: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(answer).encode()
+    except (TypeError, ValueError) as error:  # NumPy's bool, for one: a worker that died of it had no reason
+        reason = f"{type(error).__name__}: {str(error)[:MAX_REASON]} in {str(answer)[:MAX_REASON]}"
+        failure = asdict(Outcome(kind="failure", reason=reason))
+        return json.dumps({**failure, "seconds": answer["seconds"]}).encode()
 
 
 def answer_call(environment: Environment | MultiTurnEnvironment, call: dict[str, Any]) -> dict[str, Any]:
