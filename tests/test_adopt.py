@@ -111,6 +111,33 @@ def test_weights_that_cannot_be_trained_are_refused_before_anything_is_stored(
         main(named)
 
 
+def test_a_policy_that_could_not_end_what_it_is_taught_is_refused_before_anything_is_stored(
+    snapshot, tmp_path, leave_servers
+):
+    """A TypeError of its warm start or responses without an end told of it, in a lineage that held it."""
+
+    def change(name, **values):
+        path = snapshot / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    def refused(words, **changes):
+        named = ["--folder", str(snapshot), "--store", str(tmp_path / "store")]
+        with pytest.raises(SystemExit, match=words):
+            main(["--config", str(write_config(tmp_path, CONFIG | changes)), *named])
+
+    change("tokenizer_config.json", eos_token=None)
+    taught = {"warm_start": {"steps": 2}}
+    refused(
+        r"must be one of the ids \[1\] that end a response, got None \(None\) in .*snapshots/0123", **taught
+    )
+    talks = {"environment": {"name": "calculator"}}
+    change("tokenizer_config.json", eos_token="<user>")
+    refused(r"must be one of the ids \[1\] that end a response, got '<user>' \(2\)", **talks)
+    change("generation_config.json", eos_token_id=None)
+    change("config.json", eos_token_id=None)
+    refused("must name an eos_token_id in generation_config.json or config.json, got none")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_user_adopts_a_folder_and_the_campaign_trains_it(snapshot, tmp_path):

@@ -10,9 +10,10 @@ import torch
 from policies import save_tiny_policy
 
 from tasks.engine.embedded import EmbeddedEngine
-from tasks.engine.make import make_engine, sampling_params, stop_ids
+from tasks.engine.make import make_engine, sampling_params
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sampling import sample, uniforms
+from tasks.policy.models.tokenizer import stop_ids
 from tasks.rollout_config import RolloutConfig
 
 

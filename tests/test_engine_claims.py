@@ -24,13 +24,13 @@ from test_rl import config, scored
 
 from tasks.engine import embedded
 from tasks.engine.embedded import EmbeddedEngine
-from tasks.engine.make import stop_ids
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sglang_client import SglangError
 from tasks.engine.sglang_format import completion
 from tasks.engine.sglang_server import LaunchedServer, answers
 from tasks.policy.dispatch.dispatcher import LocalDispatcher
 from tasks.policy.models.model import load_policy
+from tasks.policy.models.tokenizer import stop_ids
 from tasks.policy.step.trainer import token_logprobs_and_entropy
 from tasks.rl.assembly import assemble_frame
 from tasks.rl.mismatch import mismatch_report

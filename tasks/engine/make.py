@@ -1,7 +1,6 @@
 """The engine and the distribution that a configuration names."""
 
 import functools
-import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -114,22 +113,11 @@ def make_dialogue(config: CampaignConfig, folder: Path) -> Dialogue | None:
 
 def sampling_params(config: RolloutConfig, folder: Path, *, greedy: bool = False) -> SamplingParams:
     """The configured distribution, with every end-of-sequence id of the policy in ``folder``."""
+    from tasks.policy.models.tokenizer import stop_ids
+
     return SamplingParams(
         max_new_tokens=config.max_new_tokens,
         temperature=0.0 if greedy else config.temperature,
         top_p=config.top_p,
         stop_ids=stop_ids(folder),
-    )
-
-
-def stop_ids(folder: Path) -> frozenset[int]:
-    """All end-of-sequence ids of ``generation_config.json``, else of ``config.json``; none is an error."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if value is not None:
-            return frozenset(value if isinstance(value, list) else [value])
-    raise ValueError(
-        f"{folder} must name an eos_token_id in generation_config.json or config.json, got none. Without one "
-        "no response would ever end; add it to the checkpoint."
     )

@@ -20,6 +20,7 @@ from tasks.policy.models.tokenizer import (
     prompt_ids,
     prompt_room,
     require_room,
+    stop_ids,
 )
 from tasks.records import CampaignRun
 from tasks.session import run_prompts
@@ -118,6 +119,13 @@ def _require_trainable(folder: Path, run: CampaignRun) -> None:
         raise ValueError(
             f"the policy's vocab_size must cover its tokenizer, got vocab_size={size} and {len(tokenizer)} "
             f"tokens in {folder}. Use the tokenizer the policy was trained with."
+        )
+    ends, end = stop_ids(folder), tokenizer.eos_token_id
+    if end not in ends and (run.config.warm_start.steps or run.config.environment.may_answer):
+        raise ValueError(
+            "the eos_token of the policy's tokenizer, with which a warm start and dialogues end a turn, must "
+            f"be one of the ids {sorted(ends)} that end a response, got {tokenizer.eos_token!r} ({end}) in "
+            f"{folder}. Set it in tokenizer_config.json, or add it to eos_token_id in generation_config.json."
         )
 
 

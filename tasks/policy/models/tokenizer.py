@@ -66,6 +66,19 @@ def encode(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
     return ids
 
 
+def stop_ids(folder: Path) -> frozenset[int]:
+    """All end-of-sequence ids of ``generation_config.json``, else of ``config.json``; none is an error."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if value is not None:
+            return frozenset(value if isinstance(value, list) else [value])
+    raise ValueError(
+        f"{folder} must name an eos_token_id in generation_config.json or config.json, got none. Without one "
+        "no response would ever end; add it to the checkpoint."
+    )
+
+
 def context_length(folder: Path) -> int:
     """Positions that the policy of a folder was made for; 0 where its config.json does not say."""
     config = json.loads((folder / "config.json").read_text())
