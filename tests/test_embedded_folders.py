@@ -4,12 +4,14 @@ import errno
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 from test_embedded import answer, owner, ping, wait_until_gone
 
 from tasks.embedded.process import Launch, Server, ensure_running
+from tasks.embedded.seaweed import ensure_s3
 from tasks.embedded.valkey import ensure_valkey
 
 
@@ -30,6 +32,30 @@ def test_files_that_a_lost_power_left_empty_or_cut_do_not_keep_a_server_down(
 def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     assert ping(ensure_valkey(tmp_path / name)) == b"+OK\r\n+PONG\r\n"
     assert list((tmp_path / name / "valkey/data").iterdir()), "the append-only file"
+
+
+def test_an_s3_store_may_lie_in_a_folder_with_a_comma(tmp_path: Path) -> None:
+    """SeaweedFS took it for two folders and ended."""
+    ensure_s3(tmp_path / "a, b\nc")
+    assert list((tmp_path / "a, b\nc/seaweedfs/data").iterdir()), "its volumes"
+
+
+def test_a_store_that_is_a_file_or_on_a_disk_that_is_only_read_is_refused_with_what_to_do(tmp_path) -> None:
+    words = r"must be a folder on a disk that can be written, got .* for .*\. Choose another"
+    (tmp_path / "file").touch()
+    (tmp_path / "valkey").touch()
+    read_only = tmp_path / "disk"
+    read_only.mkdir()
+    for store in (tmp_path / "file", tmp_path):
+        with pytest.raises(ValueError, match=words):
+            ensure_valkey(store)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(read_only)]).returncode:
+        return  # needs the right to mount
+    try:
+        with pytest.raises(ValueError, match=words):
+            ensure_valkey(read_only / "store")
+    finally:
+        subprocess.run(["umount", "--lazy", str(read_only)], check=True)
 
 
 def test_what_may_not_be_read_elsewhere_is_no_fault_of_the_folder(tmp_path: Path) -> None:

@@ -98,10 +98,17 @@ def ensure_running(server: Server, folder: Path, *, port: int = 0) -> list[int]:
                 ports = _wait_for_join(server, folder)
                 if ports is None:
                     ports = _start(server, folder, port)
-    except PermissionError as error:
+    except OSError as error:
         where = Path(str(error.filename))
         if folder not in (where, *where.parents) and where not in folder.parents:
             raise  # the server's program, for one
+        if error.errno in (errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise ValueError(
+                f"{folder} must be a folder on a disk that can be written, got {error.strerror} for "
+                f"{error.filename}. Choose another (checkpoint.store)."
+            ) from error
+        if not isinstance(error, PermissionError):
+            raise
         raise ValueError(
             f"{folder} must belong to the user that runs this, {os.geteuid()}, who must write into it, got "
             f"{error.strerror} for {error.filename}. An embedded server is one user's: choose a folder of "

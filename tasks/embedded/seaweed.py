@@ -60,7 +60,8 @@ def _plan(folder: Path, ports: list[int]) -> Launch:
     for quorum in data.glob("m[0-9]*"):
         shutil.rmtree(quorum)
     _write_credentials_once(folder / "s3.json")
-    argv = [_binary(), "server", f"-dir={data}", f"-ip={HOST}", f"-ip.bind={HOST}"]
+    # data below the folder that it starts in, whose name may hold a comma, which would begin another folder
+    argv = [_binary(), "server", f"-dir={data.name}", f"-ip={HOST}", f"-ip.bind={HOST}"]
     argv += [
         f"-master.port={port['master']}",
         f"-master.port.grpc={port['master_grpc']}",
