@@ -26,6 +26,7 @@ from tasks.session import (
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
+    from tasks.environments.protocol import Environment
 
 
 @task(**placement.CPU.task_arguments())
@@ -45,7 +46,7 @@ def open_campaign(
         train__learning_rate=learning_rate,
         checkpoint__store=store,
     )
-    _require_environment(config)
+    environment = _made_environment(config)
     if is_local_store(config):
         from tasks.embedded.disk import require_free_space
 
@@ -54,7 +55,7 @@ def open_campaign(
     lineage = _lineage(root, fresh=fresh)
     run = CampaignRun(config=config, lineage=lineage, code_revision=code_revision())
     campaign = run_store(run)
-    _refuse_another_lineage(campaign, run)
+    _refuse_another_lineage(campaign, run, environment)
     root.replace_object(CURRENT_RUN, run.model_dump_json().encode())
     campaign.put_object(f"config/{config.digest()}.json", config.model_dump_json().encode())
     print(config.departures())
@@ -151,12 +152,12 @@ def publish(run: CampaignRun, candidate: Candidate, archive: SampleArchive | Non
     return version
 
 
-def _require_environment(config: CampaignConfig) -> None:
-    """Made here once: a module, file or package that is missing ends the launch before a lineage is begun."""
+def _made_environment(config: CampaignConfig) -> "Environment":
+    """A module, file or package that is missing ends the launch before a lineage is begun."""
     from tasks.environments.make import make_environment
 
     try:
-        make_environment(config.environment, seed=config.seed)
+        return make_environment(config.environment, seed=config.seed)
     except (ValueError, ModuleNotFoundError) as error:
         raise ConfigError(str(error)) from error
 
@@ -178,7 +179,7 @@ def _lineage(root: "PolicyStore", *, fresh: bool) -> int:
             lineage += 1
 
 
-def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun) -> None:
+def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun, environment: "Environment") -> None:
     """A campaign may resume with another schedule or learning rate, not with another model or other data."""
     head = store.head()
     if head is None:
@@ -194,8 +195,7 @@ def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun) -> None:
             "them, choose another name, or pass --fresh to start a new lineage beside this one."
         )
     from tasks.artifacts.cursor import require_same_data
-    from tasks.session import run_environment
 
-    require_same_data(manifest, run_environment(run).fingerprint())
+    require_same_data(manifest, environment.fingerprint())
     for name, (old, new) in changed.items():
         say("resume", f"{name} changed since version {head.version}: {old!r} -> {new!r}")

@@ -11,13 +11,15 @@ from tasks.say import say
 from tasks.session import WEIGHTS, find_sealed, run_buffer, run_environment, run_store
 
 if TYPE_CHECKING:
+    from tasks.artifacts.store import PolicyStore
     from tasks.environments.protocol import Environment
 
 
 @task(**placement.CPU.task_arguments())
 def offer_prompts(run: CampaignRun, iteration: int, behavior: PolicyVersion) -> PromptSet:
     """Put an iteration's prompts on the work queue, to be sampled by ``behavior``. Safe to repeat."""
-    return _offer(run, iteration, behavior, refill=0, first=0, count=run.config.rollout.prompts_offered)
+    first = range(run.config.rollout.prompts_offered)
+    return _offer(run, run_environment(run), behavior, iteration=iteration, places=first)
 
 
 @task(**placement.CPU.task_arguments())
@@ -27,12 +29,12 @@ def refill_prompts(run: CampaignRun, behavior: PolicyVersion, scores: ScoreRepor
     from tasks.rl.refill import refill_sizes, telling_prompts
     from tasks.schema import ScoredFrame, from_bytes
 
-    rollout, iteration = run.config.rollout, scores.iteration
+    rollout, environment, iteration = run.config.rollout, run_environment(run), scores.iteration
     sizes = [0]
     if not find_sealed(run, iteration):
         groups = run_buffer(run).scan_scored(iteration)
         telling = telling_prompts(from_bytes(*(group.payload for group in groups), schema=ScoredFrame))
-        environment, reserved = run_environment(run), rollout.prompts_reserved
+        reserved = rollout.prompts_reserved
         start = first_prompt(run_store(run), behavior, iteration, offered=reserved)
         ids = [environment.train_prompt(start + i).prompt_id for i in range(reserved)]
         sizes = refill_sizes(
@@ -41,29 +43,39 @@ def refill_prompts(run: CampaignRun, behavior: PolicyVersion, scores: ScoreRepor
             wanted=rollout.prompts_per_iteration,
             rounds=refill,
         )
-    count = sizes[refill] if len(sizes) > refill else 0
-    return _offer(run, iteration, behavior, refill=refill, first=sum(sizes[:refill]), count=count)
+    places = range(sum(sizes[:refill]), sum(sizes[: refill + 1]))
+    return _offer(run, environment, behavior, iteration=iteration, refill=refill, places=places)
 
 
 def _offer(
-    run: CampaignRun, iteration: int, behavior: PolicyVersion, *, refill: int, first: int, count: int
+    run: CampaignRun,
+    environment: "Environment",
+    behavior: PolicyVersion,
+    *,
+    iteration: int,
+    refill: int = 0,
+    places: range,
 ) -> PromptSet:
-    """Put ``count`` prompts on the queue, from the ``first`` of those reserved for the iteration."""
+    """Put prompts on the queue: those at some ``places`` of the positions reserved for the iteration."""
     from tasks.artifacts.cursor import first_prompt
-    from tasks.experience.records import WorkItem
+    from tasks.experience.portions import portions
     from tasks.policy.models.tokenizer import load_tokenizer, prompt_ids, require_room
-    from tasks.schema import PromptFrame, make_frame, to_bytes
+    from tasks.schema import PromptFrame, make_frame
 
-    rollout, environment = run.config.rollout, run_environment(run)
-    _require_same_data(run, environment)
+    rollout, store = run.config.rollout, run_store(run)
+    _require_same_data(store, environment)
+    nothing = PromptSet(
+        iteration=iteration, behavior_version=behavior.version, refill=refill, num_portions=0, num_groups=0,
+        num_samples=0,
+    )  # fmt: skip
     if find_sealed(run, iteration):
         say("prompts", "the iteration's batch is sealed: nothing is sampled again", iteration=iteration)
-        count = 0
-    if not count:
-        return _prompt_set(run, iteration, behavior, refill=refill, num_portions=0, num_groups=0)
-    reserved = first_prompt(run_store(run), behavior, iteration, offered=rollout.prompts_reserved)
-    prompts = [environment.train_prompt(reserved + first + i) for i in range(count)]
-    with run_store(run).reading(behavior, without=WEIGHTS) as folder:
+        return nothing
+    if not places:  # a refill that is not needed
+        return nothing
+    start = first_prompt(store, behavior, iteration, offered=rollout.prompts_reserved)
+    prompts = [environment.train_prompt(start + place) for place in places]
+    with store.reading(behavior, without=WEIGHTS) as folder:
         tokenizer = load_tokenizer(folder)
         rows = [
             {"iteration": iteration, "prompt_id": p.prompt_id, "prompt_ids": prompt_ids(tokenizer, p.text)}
@@ -71,18 +83,10 @@ def _offer(
         ]
         require_room(folder, ((row["prompt_id"], len(row["prompt_ids"])) for row in rows), rollout)
     offered = make_frame(rows, PromptFrame)  # of all portions: two prompts of one id are refused
-    parts = [rows[i : i + rollout.groups_per_portion] for i in range(0, count, rollout.groups_per_portion)]
-    items = [
-        WorkItem(
-            iteration=iteration,
-            portion=refill * rollout.num_portions + number,
-            policy_version=behavior.version,
-            num_groups=len(part),
-            num_samples=len(part) * rollout.group_size,
-            payload=to_bytes(make_frame(part, PromptFrame)),
-        )
-        for number, part in enumerate(parts)
-    ]
+    items = portions(
+        offered, rollout, iteration=iteration, policy_version=behavior.version,
+        first=refill * rollout.num_portions,
+    )  # fmt: skip
     buffer = run_buffer(run)
     buffer.check_server()
     handed = 0
@@ -96,34 +100,11 @@ def _offer(
     over += f", refill {refill} of at most {rollout.refill_rounds}" if refill else ""
     over += f", {handed} left over before them" if handed else ""
     known = f", {len(items) - added} were there before" if added < len(items) else ""
-    say(
-        "prompts",
-        f"{len(rows)} x {rollout.group_size} in {len(items)} portions{over}{known}",
-        iteration=iteration,
-    )
-    num_groups = len(rows) + handed
-    return _prompt_set(
-        run, iteration, behavior, refill=refill, num_portions=len(items), num_groups=num_groups
-    )
-
-
-def _prompt_set(
-    run: CampaignRun,
-    iteration: int,
-    behavior: PolicyVersion,
-    *,
-    refill: int,
-    num_portions: int,
-    num_groups: int,
-) -> PromptSet:
-    return PromptSet(
-        iteration=iteration,
-        behavior_version=behavior.version,
-        num_portions=num_portions,
-        num_groups=num_groups,
-        num_samples=num_groups * run.config.rollout.group_size,
-        refill=refill,
-    )
+    text = f"{len(rows)} x {rollout.group_size} in {len(items)} portions{over}{known}"
+    say("prompts", text, iteration=iteration)
+    groups = len(rows) + handed
+    counts = {"num_portions": len(items), "num_groups": groups, "num_samples": groups * rollout.group_size}
+    return nothing.model_copy(update=counts)
 
 
 @task(**placement.CPU.task_arguments())
@@ -137,8 +118,8 @@ def demonstrations(run: CampaignRun, policy: PolicyVersion) -> TrainBatch:
     from tasks.schema import TrainFrame, make_frame, to_bytes
 
     start = time.time()
-    warm, environment = run.config.warm_start, run_environment(run)
-    with run_store(run).reading(policy, without=WEIGHTS) as folder:
+    warm, environment, store = run.config.warm_start, run_environment(run), run_store(run)
+    with store.reading(policy, without=WEIGHTS) as folder:
         tokenizer = load_tokenizer(folder)
     rows, chat = [], Chat(tokenizer)
     for position in range(warm.steps * warm.batch_size):
@@ -161,7 +142,7 @@ def demonstrations(run: CampaignRun, policy: PolicyVersion) -> TrainBatch:
         )
     payload = to_bytes(make_frame(rows, TrainFrame))
     key = f"batches/warm-start-{run.config.digest()}.arrow"
-    run_store(run).put_object(key, payload)
+    store.put_object(key, payload)
     say("warm", f"{len(rows)} demonstrations in {warm.steps} supervised steps")
     return TrainBatch(
         iteration=-1,
@@ -178,14 +159,14 @@ def demonstrations(run: CampaignRun, policy: PolicyVersion) -> TrainBatch:
     )
 
 
-def _require_same_data(run: CampaignRun, environment: "Environment") -> None:
+def _require_same_data(store: "PolicyStore", environment: "Environment") -> None:
     """A position means the same prompt for the whole lineage, whatever became of the files it came from."""
-    store, name, found = run_store(run), "data/fingerprint", environment.fingerprint()
+    name, found = "data/fingerprint", environment.fingerprint()
     known = store.find_object(name)
     if known is None:
         store.put_object(name, found.encode())
     elif known.decode() != found:
         raise ValueError(
-            f"campaign {run.campaign} must go on with the data it began with, got {found!r} instead of "
+            f"campaign {store.campaign} must go on with the data it began with, got {found!r} instead of "
             f"{known.decode()!r}. Restore the data, or pass --fresh to start a new lineage."
         )

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from tasks.experience.records import Group, WorkItem
+from tasks.experience.portions import portions
+from tasks.experience.records import Group
 from tasks.records import CampaignRun
 from tasks.rl.assembly import KEPT, SAMPLE, sample_fates
 from tasks.schema import PromptFrame, RolloutFrame, ScoredFrame, from_bytes, to_bytes
@@ -111,19 +112,12 @@ def hand_on(run: CampaignRun, iteration: int, *, policy_version: int) -> int:
     own = from_bytes(run_store(run).get_object(f"{_name(run, iteration)}/offered.arrow"), schema=PromptFrame)
     prompts = left.prompts.filter(~pl.col("prompt_id").is_in(own["prompt_id"].to_list()))
     rollout, buffer = run.config.rollout, run_buffer(run)
-    items = []
-    for number, part in enumerate(prompts.iter_slices(rollout.groups_per_portion)):
-        item = WorkItem(
-            iteration=iteration,
-            portion=rollout.num_portions + number,
-            policy_version=policy_version,
-            num_groups=len(part),
-            num_samples=len(part) * rollout.group_size,
-            payload=to_bytes(part),
-        )
+    items = portions(
+        prompts, rollout, iteration=iteration, policy_version=policy_version, first=rollout.num_portions
+    )
+    for item, part in zip(items, prompts.iter_slices(rollout.groups_per_portion), strict=True):
         begun = left.begun.filter(pl.col("prompt_id").is_in(part["prompt_id"].to_list()))
         buffer.inherit(item, [_group(rows) for _, rows in begun.group_by("prompt_id")])
-        items.append(item)
     buffer.put_work(items)
     buffer.credit(iteration, left.num_groups)
     return len(prompts)

@@ -1,0 +1,24 @@
+"""Prompts as work for the queue: a few groups a portion."""
+
+import polars as pl
+
+from tasks.experience.records import WorkItem
+from tasks.rollout_config import RolloutConfig
+from tasks.schema import to_bytes
+
+
+def portions(
+    prompts: pl.DataFrame, rollout: RolloutConfig, *, iteration: int, policy_version: int, first: int
+) -> list[WorkItem]:
+    """Work of an iteration from a ``PromptFrame``; ``first`` is the number of its first portion."""
+    return [
+        WorkItem(
+            iteration=iteration,
+            portion=first + number,
+            policy_version=policy_version,
+            num_groups=len(part),
+            num_samples=len(part) * rollout.group_size,
+            payload=to_bytes(part),
+        )
+        for number, part in enumerate(prompts.iter_slices(rollout.groups_per_portion))
+    ]
