@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from flytekit import task
 
 from tasks import placement
+from tasks.artifacts.catalogue import config_of, keep_config, lineage_key, lineages
 from tasks.artifacts.critics import publish_critic
 from tasks.artifacts.errors import ObjectConflict
 from tasks.config import IMMUTABLE_SECTIONS, CampaignConfig, ConfigError, changes, with_overrides
@@ -57,7 +58,7 @@ def open_campaign(
     campaign = run_store(run)
     _refuse_another_lineage(campaign, run, environment)
     root.replace_object(CURRENT_RUN, run.model_dump_json().encode())
-    campaign.put_object(f"config/{config.digest()}.json", config.model_dump_json().encode())
+    keep_config(campaign, config)
     print(config.departures())
     where = store_folder(config) if is_local_store(config) else config.checkpoint.store
     say(
@@ -164,14 +165,14 @@ def _made_environment(config: CampaignConfig) -> "Environment":
 
 def _lineage(root: "PolicyStore", *, fresh: bool) -> int:
     """The newest lineage, or one that no other run has: of two that start at once, each claims its own."""
-    known = [int(key.rsplit("/", 1)[1].removesuffix(".json")) for key in root.list_objects("lineages/")]
+    known = lineages(root)
     if known and not fresh:
         return max(known)
     claim = json.dumps({"claim": secrets.token_hex(8)}).encode()
     lineage = max(known, default=0) + 1
     while True:
         try:
-            root.put_object(f"lineages/{lineage:04d}.json", claim)
+            root.put_object(lineage_key(lineage), claim)
             return lineage
         except ObjectConflict:
             if not fresh:
@@ -185,8 +186,7 @@ def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun, environment:
     if head is None:
         return
     manifest = store.manifest(head)
-    before = CampaignConfig.model_validate_json(store.get_object(f"config/{manifest.config_digest}.json"))
-    changed = changes(before, run.config)
+    changed = changes(config_of(store, manifest.config_digest), run.config)
     fixed = {name: values for name, values in changed.items() if name.split(".")[0] in IMMUTABLE_SECTIONS}
     if fixed:
         listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in fixed.items())

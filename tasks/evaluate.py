@@ -6,6 +6,7 @@ import time
 from flytekit import task
 
 from tasks import placement
+from tasks.artifacts.catalogue import evaluation_key
 from tasks.artifacts.errors import ObjectConflict
 from tasks.records import CampaignRun, Evaluation, PolicyVersion
 from tasks.say import say
@@ -18,7 +19,7 @@ def evaluate(run: CampaignRun, policy: PolicyVersion) -> Evaluation:
     from tasks.engine.evaluation import held_out_score
 
     start, store = time.monotonic(), run_store(run)
-    key = f"evaluations/{policy.version:06d}-{run.config.digest()}.json"
+    key = evaluation_key(policy.version, run.config.digest())
     if known := store.find_object(key):
         return Evaluation.model_validate_json(known)
     manifest = store.manifest(policy)

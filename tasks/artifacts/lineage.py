@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.artifacts.catalogue import config_of, evaluations, lineages
 from tasks.artifacts.manifest import Manifest, PatchedBlob, stored_objects
 from tasks.artifacts.store import open_store
-from tasks.config import CampaignConfig, changes
+from tasks.config import changes
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
@@ -60,7 +61,7 @@ def describe(store: "PolicyStore", version: int) -> dict[str, Any]:
         "rewards": {k: v for k, v in manifest.metrics.items() if "reward" in k or k.startswith("exact")},
         "metrics": dict(manifest.metrics),
         "seconds": dict(manifest.seconds),
-        "evaluations": _evaluations(store, version),
+        "evaluations": evaluations(store, version),
         "files": len(manifest.files),
         "bytes": sum(file.size for file in manifest.files.values()),
         "added_bytes": added_bytes(manifest, parent),
@@ -90,7 +91,7 @@ def diff(store: "PolicyStore", old: int, new: int) -> dict[str, Any]:
         for name in sorted(before.metrics.keys() | after.metrics.keys())
         if before.metrics.get(name) != after.metrics.get(name)
     }
-    scores = [_evaluations(store, number) for number in (old, new)]
+    scores = [evaluations(store, number) for number in (old, new)]
     return {
         "versions": [old, new],
         "is_descendant": old in ancestors(store, after),
@@ -161,19 +162,10 @@ def _objects(manifest: Manifest) -> Iterable[Any]:
     return (blob for file in manifest.files.values() for blob in stored_objects(file))
 
 
-def _evaluations(store: "PolicyStore", version: int) -> list[dict[str, Any]]:
-    keys = store.list_objects(f"evaluations/{version:06d}-")
-    return [json.loads(store.get_object(key)) for key in keys]
-
-
 def _config_changes(store: "PolicyStore", before: Manifest, after: Manifest) -> dict[str, tuple[Any, Any]]:
     if before.config_digest == after.config_digest:
         return {}
-    configs = [
-        CampaignConfig.model_validate_json(store.get_object(f"config/{manifest.config_digest}.json"))
-        for manifest in (before, after)
-    ]
-    return changes(*configs)
+    return changes(config_of(store, before.config_digest), config_of(store, after.config_digest))
 
 
 def _pair(old: Any, new: Any) -> list[Any] | str:
@@ -184,9 +176,9 @@ def newest_lineage(address: str, campaign: str, *, endpoint_url: str = "") -> st
     """``laptop`` -> ``laptop.0002``; a name with its lineage stays as it is."""
     if re.fullmatch(r".+\.\d{4}", campaign):
         return campaign
-    lineages = open_store(address, campaign, endpoint_url=endpoint_url).list_objects("lineages/")
-    if not lineages:
+    known = lineages(open_store(address, campaign, endpoint_url=endpoint_url))
+    if not known:
         raise ValueError(
             f"campaign must have been started in {address}, got none named {campaign!r}. Check the spelling."
         )
-    return f"{campaign}.{lineages[-1].rsplit('/', 1)[1].removesuffix('.json')}"
+    return f"{campaign}.{known[-1]:04d}"

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
+from tasks.artifacts.catalogue import configs, evaluated_versions, evaluations
 from tasks.artifacts.manifest import Manifest, stored_objects
 from tasks.artifacts.unfinished import PREFIX, needed_blobs
-from tasks.config import CampaignConfig
 from tasks.session import is_evaluated
 
 if TYPE_CHECKING:
@@ -173,21 +173,16 @@ def needed_by_runs(store: "PolicyStore", manifests: Sequence[Manifest]) -> dict[
         if reader not in needed.setdefault(version, []):
             needed[version].append(reader)
 
-    configs = {
-        key.removeprefix("config/").removesuffix(".json"): CampaignConfig.model_validate_json(
-            store.get_object(key)
-        )
-        for key in store.list_objects("config/")
-    }
+    known = dict(configs(store))
     newest = max((manifest.version for manifest in manifests), default=0)
-    for config in configs.values():
+    for config in known.values():
         for version in range(max(0, newest - config.schedule.max_staleness), newest + 1):
             need(version, "open iterations")
         if config.algorithm.kl != "none":
             need(config.algorithm.reference_version, "the reference of the loss")
-    evaluated = {int(key.split("/")[1].split("-")[0]) for key in store.list_objects("evaluations/")}
+    evaluated = evaluated_versions(store)
     for manifest in manifests:
-        config = configs.get(manifest.config_digest)
+        config = known.get(manifest.config_digest)
         if config is None or manifest.kind != "iteration" or manifest.version in evaluated:
             continue
         if is_evaluated(config, manifest.iteration):
@@ -197,12 +192,7 @@ def needed_by_runs(store: "PolicyStore", manifests: Sequence[Manifest]) -> dict[
 
 def evaluation_scores(store: "PolicyStore", metric: str) -> dict[int, float]:
     """The metric of each evaluated version."""
-    scores = {}
-    for key in store.list_objects("evaluations/"):
-        evaluation = json.loads(store.get_object(key))
-        if metric in evaluation:
-            scores[evaluation["version"]] = float(evaluation[metric])
-    return scores
+    return {found["version"]: float(found[metric]) for found in evaluations(store) if metric in found}
 
 
 # Holds

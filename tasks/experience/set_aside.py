@@ -7,10 +7,10 @@ the others made of it is rejected by name. Identity is of an iteration and a con
 back to a configuration makes the same samples again, which are then its own and no longer rejected.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tasks.config import CampaignConfig
+from tasks.artifacts.catalogue import configs
 from tasks.records import CampaignRun
 from tasks.say import say
 from tasks.session import run_buffer
@@ -33,7 +33,7 @@ def set_aside(store: "PolicyStore", run: CampaignRun, owned: dict[int, str]) -> 
     What another run set aside of this configuration is open again: its samples are made anew.
     """
     own, done = run.config.digest(), len(owned)
-    for digest, config in _configs(store):
+    for digest, config in configs(store):
         buffer = run_buffer(run, digest=digest)
         for iteration in range(done + config.schedule.max_staleness + 1):
             key = _key(iteration, digest)
@@ -55,25 +55,18 @@ def set_aside_samples(store: "PolicyStore", run: CampaignRun, owned: dict[int, s
     lost the race to publish left in the buffer."""
     own, counts = run.config.digest(), dict[int, int]()
     stored = {key: _count(store.get_object(key)) for key in store.list_objects("set_aside/")}
-    configs = list(_configs(store))
+    known = list(configs(store))
     for key, count in stored.items():
         iteration, digest = _parsed(key)
         if digest != owned.get(iteration, own):
             counts[iteration] = counts.get(iteration, 0) + count
-    for digest, _ in configs:
+    for digest, _ in known:
         lost = [iteration for iteration, owner in owned.items() if owner != digest]
         buffer = run_buffer(run, digest=digest)
         for iteration in lost:
             if more := max(0, buffer.produced(iteration).samples - stored.get(_key(iteration, digest), 0)):
                 counts[iteration] = counts.get(iteration, 0) + more
     return counts
-
-
-def _configs(store: "PolicyStore") -> Iterator[tuple[str, CampaignConfig]]:
-    """Every configuration that the lineage was run with, by its digest."""
-    for name in store.list_objects("config/"):
-        digest = name.rsplit("/", 1)[1].removesuffix(".json")
-        yield digest, CampaignConfig.model_validate_json(store.get_object(name))
 
 
 def _key(iteration: int, digest: str) -> str:

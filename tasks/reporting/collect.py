@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tasks.artifacts.catalogue import evaluations
 from tasks.artifacts.lineage import diff
 from tasks.artifacts.manifest import Manifest
 from tasks.experience.ledger import CampaignLedger, IterationLedger
@@ -60,14 +61,11 @@ class CampaignRecord:
 def collect(store: "PolicyStore", run: CampaignRun) -> CampaignRecord:
     """Read a lineage's manifests, evaluations and ledger."""
     manifests = store.history()
-    evaluations = {}
-    for key in store.list_objects("evaluations/"):
-        evaluation = Evaluation.model_validate_json(store.get_object(key))
-        evaluations[evaluation.version] = evaluation
+    scores = {found["version"]: Evaluation.model_validate(found) for found in evaluations(store)}
     return CampaignRecord(
         run=run,
         manifests=manifests,
-        evaluations=[evaluations[version] for version in sorted(evaluations)],
+        evaluations=[scores[version] for version in sorted(scores)],
         ledger=campaign_ledger(store, run, manifests),
         batches=[_batch(store, manifest) for manifest in manifests if manifest.kind == "iteration"],
         differences=_differences(store, manifests),
