@@ -18,16 +18,17 @@ def archive(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> Sampl
     import polars as pl
 
     from tasks.experience.archive import archive_bytes, archive_key
+    from tasks.experience.frames import scored_samples
     from tasks.experience.leftovers import with_inherited
     from tasks.rl.assembly import sample_fates
-    from tasks.schema import ScoredFrame, TrainFrame, from_bytes
+    from tasks.schema import TrainFrame, from_bytes
 
     store, buffer, iteration = run_store(run), run_buffer(run), batch.iteration
     key = archive_key(batch.key)
     payload = store.find_object(key)
     if payload is None:
         train = from_bytes(store.get_object(batch.key), schema=TrainFrame)
-        frame = from_bytes(*(group.payload for group in buffer.scan_scored(iteration)), schema=ScoredFrame)
+        frame = scored_samples(buffer, iteration)
         everything = with_inherited(run, iteration, frame)
         samples = sample_fates(everything, train, run.config, policy_version=policy.version)
         if not len(frame):  # the buffer was lost after sealing: what was trained is still known

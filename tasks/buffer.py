@@ -20,9 +20,10 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
     The first seal of an iteration stands: a repeated call returns it, so a retried trainer reads the same
     bytes.
     """
+    from tasks.experience.frames import scored_samples
     from tasks.experience.leftovers import leave_over, with_inherited
     from tasks.rl.assembly import KEPT, assemble_frame, newest_version
-    from tasks.schema import ScoredFrame, from_bytes, to_bytes
+    from tasks.schema import to_bytes
 
     start, iteration = time.monotonic(), scores.iteration
     name = batch_name(run, iteration)
@@ -31,7 +32,7 @@ def assemble(run: CampaignRun, scores: ScoreReport, policy: PolicyVersion) -> Tr
         say("assemble", f"sealed before: {batch.num_samples} samples", iteration=iteration)
         return batch
     buffer = run_buffer(run)
-    own = from_bytes(*(group.payload for group in buffer.scan_scored(iteration)), schema=ScoredFrame)
+    own = scored_samples(buffer, iteration)
     frame = with_inherited(run, iteration, own)
     train, rejected, metrics = assemble_frame(
         frame, run.config, iteration=iteration, policy_version=policy.version

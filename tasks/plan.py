@@ -19,7 +19,7 @@ from tasks.config import CampaignConfig
 from tasks.planning.budget import Nodes, bytes_moved, memory_of_a_rank, price
 from tasks.planning.instances import PRICED
 from tasks.planning.shape import Shape, counted, described
-from tasks.session import open_store, read_config
+from tasks.session import newest_run, read_config, require_existing, run_store
 from tasks.train_config import TOPOLOGIES
 
 NUM_VERSIONS = 20
@@ -40,12 +40,9 @@ def nodes(config: CampaignConfig) -> list[Nodes]:
 
 def iteration_seconds(config: CampaignConfig) -> float:
     """The median time between the newest versions of the campaign's newest lineage."""
-    from tasks.records import CampaignRun
-    from tasks.session import CURRENT_RUN, require_existing, run_store
-
     require_existing(config.checkpoint.store)
-    found = open_store(config, config.name).find_object(CURRENT_RUN)
-    store = run_store(CampaignRun.model_validate_json(found)) if found else None
+    run = newest_run(config)
+    store = run_store(run) if run else None
     head = store.head() if store else None
     first = max(0, head.version - NUM_VERSIONS) if head else 0
     made = [store.manifest(n) for n in range(first, head.version + 1)] if store and head else []

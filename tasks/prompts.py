@@ -26,14 +26,13 @@ def offer_prompts(run: CampaignRun, iteration: int, behavior: PolicyVersion) -> 
 def refill_prompts(run: CampaignRun, behavior: PolicyVersion, scores: ScoreReport, refill: int) -> PromptSet:
     """Offer fresh prompts in place of groups that earned one reward, if too few differ. Safe to repeat."""
     from tasks.artifacts.cursor import first_prompt
+    from tasks.experience.frames import scored_samples
     from tasks.rl.refill import refill_sizes, telling_prompts
-    from tasks.schema import ScoredFrame, from_bytes
 
     rollout, environment, iteration = run.config.rollout, run_environment(run), scores.iteration
     sizes = [0]
     if not find_sealed(run, iteration):
-        groups = run_buffer(run).scan_scored(iteration)
-        telling = telling_prompts(from_bytes(*(group.payload for group in groups), schema=ScoredFrame))
+        telling = telling_prompts(scored_samples(run_buffer(run), iteration))
         reserved = rollout.prompts_reserved
         start = first_prompt(run_store(run), behavior, iteration, offered=reserved)
         ids = [environment.train_prompt(start + i).prompt_id for i in range(reserved)]
@@ -58,7 +57,7 @@ def _offer(
 ) -> PromptSet:
     """Put prompts on the queue: those at some ``places`` of the positions reserved for the iteration."""
     from tasks.artifacts.cursor import first_prompt
-    from tasks.experience.portions import portions
+    from tasks.experience.frames import portions
     from tasks.policy.models.tokenizer import load_tokenizer, prompt_ids, require_room
     from tasks.schema import PromptFrame, make_frame
 

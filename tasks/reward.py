@@ -74,10 +74,10 @@ def _report(
     import polars as pl
 
     from tasks.environments.health import killed_verifiers, reward_metrics, say_alerts, waiting_seconds
-    from tasks.schema import ScoredFrame, from_bytes
+    from tasks.experience.frames import scored_samples
 
     iteration = prompts.iteration
-    frame = from_bytes(*(group.payload for group in intake.buffer.scan_scored(iteration)), schema=ScoredFrame)
+    frame = scored_samples(intake.buffer, iteration)
     scored = frame.filter(pl.col("outcome") == "score")
     num_failures = int((frame["outcome"] == "failure").sum())
     if num_failures > run.config.reward.max_failure_share * max(len(frame), 1):

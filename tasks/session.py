@@ -84,6 +84,12 @@ def run_store(run: CampaignRun) -> "PolicyStore":
     return open_store(run.config, run.campaign)
 
 
+def newest_run(config: CampaignConfig) -> CampaignRun | None:
+    """The run of the campaign's name that was started last."""
+    found = open_store(config, config.name).find_object(CURRENT_RUN)
+    return CampaignRun.model_validate_json(found) if found else None
+
+
 def run_buffer(run: CampaignRun, *, digest: str = "") -> "ExperienceBuffer":
     """The experience buffer and work queue of a run, or of the same lineage under another configuration's
     digest."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from tasks.experience.portions import portions
+from tasks.experience.frames import portions
 from tasks.experience.records import Group
 from tasks.records import CampaignRun
 from tasks.rl.assembly import KEPT, SAMPLE, sample_fates

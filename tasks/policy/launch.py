@@ -16,18 +16,17 @@ from pathlib import Path
 from tasks.config import CampaignConfig
 from tasks.policy.training.update import update
 from tasks.records import CampaignRun, PolicyVersion, TrainBatch
-from tasks.session import CURRENT_RUN, find_sealed, open_store, read_config, run_store
+from tasks.session import find_sealed, newest_run, read_config, run_store
 from tasks.train_config import TOPOLOGIES
 
 
 def inputs(config: CampaignConfig, iteration: int) -> tuple[CampaignRun, TrainBatch, PolicyVersion]:
     """The campaign's newest run, the batch it sealed for the iteration, and the version to train."""
-    found = open_store(config, config.name).find_object(CURRENT_RUN)
-    if found is None:
+    run = newest_run(config)
+    if run is None:
         raise ValueError(
             f"{config.checkpoint.store} must hold a campaign {config.name}, got none. Run one first."
         )
-    run = CampaignRun.model_validate_json(found)
     batch = find_sealed(run, iteration)
     if batch is None:
         raise ValueError(

@@ -1,10 +1,11 @@
-"""Prompts as work for the queue: a few groups a portion."""
+"""Between frames and what the buffer holds: prompts as portions of work, scored groups as samples."""
 
 import polars as pl
 
+from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.records import WorkItem
 from tasks.rollout_config import RolloutConfig
-from tasks.schema import to_bytes
+from tasks.schema import ScoredFrame, from_bytes, to_bytes
 
 
 def portions(
@@ -22,3 +23,8 @@ def portions(
         )
         for number, part in enumerate(prompts.iter_slices(rollout.groups_per_portion))
     ]
+
+
+def scored_samples(buffer: ExperienceBuffer, iteration: int) -> pl.DataFrame:
+    """The ``ScoredFrame`` of all that an iteration's scorers have stored so far."""
+    return from_bytes(*(group.payload for group in buffer.scan_scored(iteration)), schema=ScoredFrame)
