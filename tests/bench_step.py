@@ -23,7 +23,7 @@ from tasks.algorithm_config import AlgorithmConfig
 from tasks.policy.parallel.mesh import ParallelMesh, make_mesh
 from tasks.policy.step.adamw import OnePassAdamW
 from tasks.policy.step.fused_loss import fused_policy_objective
-from tasks.policy.step.trainer import policy_reader, train_minibatch
+from tasks.policy.step.trainer import Learner, policy_reader, train_minibatch
 from tasks.rl.objective import policy_objective
 
 WORLD, CUDA = int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.is_available()
@@ -66,7 +66,12 @@ def make_step(model: PreTrainedModel, mesh: ParallelMesh, kernel: str) -> Callab
         fixed_length=1,
     )
     return lambda: train_minibatch(
-        model, optimizer, mesh, [batch], loss, num_global_tokens=num_tokens, max_grad_norm=1.0, read=read
+        Learner(model, optimizer, mesh),
+        [batch],
+        loss,
+        num_global_tokens=num_tokens,
+        max_grad_norm=1.0,
+        read=read,
     )
 
 

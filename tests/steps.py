@@ -18,7 +18,7 @@ from tasks.policy.parallel.mesh import ParallelMesh, make_mesh
 from tasks.policy.parallel.names import disk_pieces
 from tasks.policy.parallel.place import layout_of
 from tasks.policy.parallel.shards import whole_tensor
-from tasks.policy.step.trainer import LossFn, make_optimizer, train_minibatch
+from tasks.policy.step.trainer import Learner, LossFn, make_optimizer, train_minibatch
 
 MicroBatch = Mapping[str, Tensor]
 NUM_TOKENS = 100
@@ -75,9 +75,7 @@ def one_step(
 
     optimizer.register_step_pre_hook(record)
     metrics = train_minibatch(
-        model,
-        optimizer,
-        mesh,
+        Learner(model, optimizer, mesh),
         batches,
         loss_fn,
         num_global_tokens=NUM_TOKENS,

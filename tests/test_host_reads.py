@@ -31,7 +31,7 @@ from tasks.policy.models.routers import Routers
 from tasks.policy.models.routing import Routing
 from tasks.policy.parallel.experts import attach_dispatcher, experts_modules
 from tasks.policy.parallel.mesh import make_mesh
-from tasks.policy.step.trainer import make_optimizer, policy_reader, train_minibatch
+from tasks.policy.step.trainer import Learner, make_optimizer, policy_reader, train_minibatch
 from tasks.policy.training.epoch import make_loss
 from tasks.rl.packing import Packing, collate
 
@@ -127,7 +127,7 @@ def test_a_local_step_asks_the_device_once_beside_what_transformers_asks_a_pass(
 
     def step() -> dict[str, float]:
         return train_minibatch(
-            model, optimizer, mesh, batches, loss,
+ Learner(model, optimizer, mesh), batches, loss,
             num_global_tokens=num_tokens, max_grad_norm=1.0, read=policy_reader(), routers=routers,
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ from tasks.policy.parallel import packed
 from tasks.policy.parallel.experts import attach_dispatcher
 from tasks.policy.parallel.mesh import make_mesh
 from tasks.policy.parallel.packed import require_packable
-from tasks.policy.step.trainer import make_optimizer, token_logprobs_and_entropy, train_minibatch
+from tasks.policy.step.trainer import Learner, make_optimizer, token_logprobs_and_entropy, train_minibatch
 from tasks.rl.objective import policy_objective
 from tasks.rl.packing import Packing, collate, micro_batches, num_trained_tokens, plan_micro_batches
 
@@ -141,7 +141,7 @@ def step(model: PreTrainedModel, packing: Packing, max_tokens: int) -> tuple[dic
     )
     batches = micro_batches(samples, max_tokens=max_tokens, packing=packing)
     metrics = train_minibatch(
-        model, optimizer, make_mesh(1, 1), batches, loss, num_global_tokens=tokens, max_grad_norm=1e9
+        Learner(model, optimizer, make_mesh(1, 1)), batches, loss, num_global_tokens=tokens, max_grad_norm=1e9
     )
     return metrics, gradients
 

@@ -35,6 +35,7 @@ from tasks.artifacts.unfinished import unfinished_updates
 from tasks.checkpoint import publish
 from tasks.config import CampaignConfig
 from tasks.elastic import RANK_SERVER
+from tasks.policy.step.trainer import Learner
 from tasks.policy.training.epoch import Position, train
 from tasks.policy.training.resume import seed_generators
 from tasks.records import CampaignRun, Candidate
@@ -71,10 +72,10 @@ def disturbed(place: int, do: Callable[[int, Any], None], *, of: str = "epoch") 
     module: Any = importlib.import_module(f"tasks.policy.training.{of}")
     original, calls = module.train_minibatch, iter(range(1000))
 
-    def train_minibatch(*args: Any, **kwargs: Any) -> dict[str, float]:
+    def train_minibatch(learner: Learner, *args: Any, **kwargs: Any) -> dict[str, float]:
         if next(calls) == place:
-            do(int(os.environ["RANK"]), kwargs["stop"])
-        return original(*args, **kwargs)
+            do(int(os.environ["RANK"]), learner.stop)
+        return original(learner, *args, **kwargs)
 
     module.train_minibatch = train_minibatch
 

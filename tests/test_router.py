@@ -21,7 +21,7 @@ from tasks.policy.parallel.experts import attach_dispatcher
 from tasks.policy.parallel.fsdp import shard_parameters
 from tasks.policy.parallel.mesh import make_mesh
 from tasks.policy.parallel.shards import whole_tensor
-from tasks.policy.step.trainer import make_optimizer, train_minibatch
+from tasks.policy.step.trainer import Learner, make_optimizer, train_minibatch
 from tasks.rl.balance import sequence_balance_loss
 from tasks.rl.losses import supervised_loss
 from tasks.rl.packing import Packing, micro_batches, num_trained_tokens
@@ -71,7 +71,7 @@ def gradients(
 
     batches = micro_batches(rows(), max_tokens=max_tokens, packing=packing)
     metrics = train_minibatch(
-        model, optimizer, make_mesh(1, 1), batches, loss,
+ Learner(model, optimizer, make_mesh(1, 1)), batches, loss,
         num_global_tokens=TOKENS, max_grad_norm=1e9, routers=Routers(balance=balance),
     )  # fmt: skip
     return metrics, found
@@ -109,9 +109,7 @@ def check_frozen(rank: int, world_size: int, family: str, fsdp: int) -> None:
 
     batches = micro_batches(rows()[rank::2], max_tokens=100, packing="packed")
     train_minibatch(
-        model,
-        optimizer,
-        mesh,
+        Learner(model, optimizer, mesh),
         batches,
         loss,
         num_global_tokens=TOKENS,

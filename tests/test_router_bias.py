@@ -23,7 +23,7 @@ from tasks.policy.parallel.context import split_context
 from tasks.policy.parallel.distribute import distribute
 from tasks.policy.parallel.experts import attach_dispatcher, take_expert_load
 from tasks.policy.parallel.mesh import ParallelMesh, make_mesh
-from tasks.policy.step.trainer import make_optimizer, train_minibatch
+from tasks.policy.step.trainer import Learner, make_optimizer, train_minibatch
 from tasks.policy.training.epoch import _balance_metrics
 from tasks.rl.balance import bias_step
 
@@ -52,7 +52,7 @@ def steps(
     bias = RouterBias(model, rate=0.01)
     for _ in range(2):
         train_minibatch(
-            model, optimizer, mesh, batches, loss_fn,
+ Learner(model, optimizer, mesh), batches, loss_fn,
             num_global_tokens=NUM_TOKENS, max_grad_norm=1.0, routers=Routers(bias=bias),
             min_micro_batches=min_micro_batches,
         )  # fmt: skip

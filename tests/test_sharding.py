@@ -33,7 +33,7 @@ from tasks.policy.models.model import load_policy
 from tasks.policy.parallel.fsdp import shard_parameters
 from tasks.policy.parallel.mesh import ParallelMesh, make_mesh
 from tasks.policy.parallel.shards import local_tensor
-from tasks.policy.step.trainer import make_optimizer, train_minibatch
+from tasks.policy.step.trainer import Learner, make_optimizer, train_minibatch
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -67,7 +67,7 @@ def step(
         return -logprob_BL.sum() / 100, {}
 
     return train_minibatch(
-        model, optimizer, mesh, [batch], loss, num_global_tokens=100, max_grad_norm=max_grad_norm
+        Learner(model, optimizer, mesh), [batch], loss, num_global_tokens=100, max_grad_norm=max_grad_norm
     )
 
 

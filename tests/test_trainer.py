@@ -26,7 +26,7 @@ from tasks.policy.parallel.mesh import (
     split_parameters,
 )
 from tasks.policy.parallel.shards import local_tensor
-from tasks.policy.step.trainer import make_optimizer, token_logprobs_and_entropy, train_minibatch
+from tasks.policy.step.trainer import Learner, make_optimizer, token_logprobs_and_entropy, train_minibatch
 
 
 def check_step(
@@ -148,9 +148,7 @@ def check_skip(rank: int, world_size: int, model: PreTrainedModel, case: str) ->
     def step() -> dict[str, float]:
         batches = [micro_batch(rank), micro_batch(2 + rank)]
         return train_minibatch(
-            model,
-            optimizer,
-            mesh,
+            Learner(model, optimizer, mesh),
             batches,
             loss_fn,
             num_global_tokens=100,
@@ -179,10 +177,12 @@ def check_disagreement(rank: int, world_size: int, model: PreTrainedModel) -> No
     optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     with pytest.raises(ValueError, match=r"must be equal on all ranks, got 10 to 11"):
         train_minibatch(
-            model, optimizer, mesh, [], weighted_loss, num_global_tokens=10 + rank, max_grad_norm=1.0
+            Learner(model, optimizer, mesh), [], weighted_loss, num_global_tokens=10 + rank, max_grad_norm=1.0
         )
     with pytest.raises(ValueError, match=r"num_global_tokens must be positive, got 0"):
-        train_minibatch(model, optimizer, mesh, [], weighted_loss, num_global_tokens=0, max_grad_norm=1.0)
+        train_minibatch(
+            Learner(model, optimizer, mesh), [], weighted_loss, num_global_tokens=0, max_grad_norm=1.0
+        )
     with pytest.raises(
         ValueError, match=r"world_size must equal the number of ranks started, got world_size=3 and 2"
     ):
@@ -201,9 +201,7 @@ def check_empty_passes(rank: int, world_size: int, model: PreTrainedModel) -> No
     model.register_forward_pre_hook(lambda *_: passes.append(1))
     optimizer = make_optimizer(model, lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     metrics = train_minibatch(
-        model,
-        optimizer,
-        mesh,
+        Learner(model, optimizer, mesh),
         [micro_batch(0)] * rank,
         weighted_loss,
         num_global_tokens=100,

@@ -32,7 +32,7 @@ from tasks.policy.models.model import load_policy
 from tasks.policy.parallel.experts import expert_shards
 from tasks.policy.parallel.mesh import ParallelMesh, make_mesh
 from tasks.policy.parallel.names import stored_tensors
-from tasks.policy.step.trainer import make_optimizer, train_minibatch
+from tasks.policy.step.trainer import Learner, make_optimizer, train_minibatch
 
 SPLIT_FAMILIES = [
     family for family in FAMILIES if family != "gpt_oss"
@@ -232,7 +232,7 @@ def train(
         {"input_ids": token_ids(seed), "attention_mask": torch.ones_like(token_ids(seed))} for seed in mine
     ]
     train_minibatch(
-        model, optimizer, mesh, batches, sum_of_logprobs, num_global_tokens=100, max_grad_norm=0.5
+        Learner(model, optimizer, mesh), batches, sum_of_logprobs, num_global_tokens=100, max_grad_norm=0.5
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from tasks.policy.models.routers import Routers
@@ -104,9 +104,7 @@ def policy_reader(*, temperature: float = 1.0, kernel: LogprobKernel = "torch", 
 
 
 def train_minibatch(
-    model: PreTrainedModel,
-    optimizer: Optimizer,
-    mesh: ParallelMesh,
+    learner: Learner,
     micro_batches: Sequence[MicroBatch],
     loss_fn: LossFn,
     *,
@@ -115,9 +113,7 @@ def train_minibatch(
     read: Read | None = None,
     min_micro_batches: int = 1,
     routers: Routers | None = None,
-    progress: Progress | None = None,
     on_nonfinite: Callable[[list[int]], None] | None = None,
-    stop: StopRequest | None = None,
 ) -> dict[str, float]:
     """Accumulate over this rank's micro-batches, reduce, clip, step; returns metrics summed over all ranks.
 
@@ -126,18 +122,17 @@ def train_minibatch(
     loss function's sums the metrics hold ``loss``, ``grad_norm``, ``micro_batches`` and ``skipped``: 1 when
     loss or gradient was not finite on any rank, in which case no rank stepped and ``on_nonfinite`` got the
     numbers of this rank's micro-batches at fault: those without a finite loss, or all if every loss was.
-    Nothing has changed when it raises ``StopAgreed``, because ``stop`` was asked for on some rank.
+    Nothing has changed when it raises ``StopAgreed``, because some rank was told to stop.
     """
-    progress, routers = progress or Progress(), routers or Routers()
+    model, optimizer, mesh, routers = learner.model, learner.optimizer, learner.mesh, routers or Routers()
     num_passes = agree_on_passes(
-        model, mesh, len(micro_batches), num_global_tokens, min_micro_batches, stop=stop
+        model, mesh, len(micro_batches), num_global_tokens, min_micro_batches, stop=learner.stop
     )
     optimizer.zero_grad(set_to_none=True)
-    read = read or policy_reader()
-    passes = _Passes(model, mesh, micro_batches, loss_fn, num_global_tokens, read, routers, progress)
-    with progress.working():
+    passes = _Passes(learner, micro_batches, loss_fn, num_global_tokens, read or policy_reader(), routers)
+    with learner.progress.working():
         run_passes(mesh, num_passes, passes.forward, passes.room)
-    progress.at("reduce gradients")
+    learner.progress.at("reduce gradients")
     reduce_gradients(model, mesh)
     grad_norm, sums = clip_gradients(model, mesh, max_grad_norm, passes.sums)
     mine = {"loss": 0.0, "micro_batches": float(len(micro_batches)), **sums}
@@ -158,32 +153,30 @@ def train_minibatch(
 class _Passes:
     """This rank's part of the forward passes of a mini-batch, and what they add up to."""
 
-    model: PreTrainedModel
-    mesh: ParallelMesh
+    learner: Learner
     micro_batches: Sequence[MicroBatch]
     loss_fn: LossFn
     num_global_tokens: int
     read: Read
     routers: Routers
-    progress: Progress
     sums: dict[str, Tensor] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
     def forward(self, index: int, hidden_BlD: Tensor | None) -> Tensor:
         """The hidden states that this pipeline stage makes of those before it, or the loss on the last."""
-        self.progress.at("forward and backward", index)
+        self.learner.progress.at("forward and backward", index)
         output = self._run(index, hidden_BlD)
         is_real = index < len(self.micro_batches)
-        self.routers.count(self.micro_batches[index] if is_real else None, self.mesh.cp_group)
+        self.routers.count(self.micro_batches[index] if is_real else None, self.learner.mesh.cp_group)
         return output
 
     def _run(self, index: int, hidden_BlD: Tensor | None) -> Tensor:
-        micro, cp_group = self._micro_batch(index), self.mesh.cp_group
+        micro, model, mesh = self._micro_batch(index), self.learner.model, self.learner.mesh
         self.routers.use(micro)
-        if self.mesh.stage < self.mesh.pp - 1:
+        if mesh.stage < mesh.pp - 1:
             tokens = micro["input_ids"], micro["attention_mask"], micro.get("position_ids")
-            return self.model(**stage_inputs(self.model, *tokens, hidden_BlD, cp_group)).logits
-        outputs = self.read(self.model, micro, hidden_BlD=hidden_BlD, cp_group=cp_group)
+            return model(**stage_inputs(model, *tokens, hidden_BlD, mesh.cp_group)).logits
+        outputs = self.read(model, micro, hidden_BlD=hidden_BlD, cp_group=mesh.cp_group)
         if index >= len(self.micro_batches):  # weight zero, in step with the other ranks' real ones
             self.routers.clear()
             return outputs[0].sum() * 0.0
@@ -196,16 +189,17 @@ class _Passes:
 
     def room(self, index: int) -> Tensor:
         """Empty, for this rank's block of the hidden states of a pass."""
-        rows, length = my_block(self._micro_batch(index)["input_ids"], self.mesh.cp_group).shape
-        width = self.model.config.get_text_config().hidden_size
-        dtype = layout_of(self.model).compute_dtype or self.model.dtype
-        return torch.empty(rows, length, width, dtype=dtype, device=self.model.device)
+        model, mesh = self.learner.model, self.learner.mesh
+        rows, length = my_block(self._micro_batch(index)["input_ids"], mesh.cp_group).shape
+        width = model.config.get_text_config().hidden_size
+        dtype = layout_of(model).compute_dtype or model.dtype
+        return torch.empty(rows, length, width, dtype=dtype, device=model.device)
 
     def _micro_batch(self, index: int) -> MicroBatch:
         """Of a pass, or two tokens that keep this rank in step with those that have more."""
         if index < len(self.micro_batches):
             return self.micro_batches[index]
-        return empty_micro_batch(self.model)
+        return empty_micro_batch(self.learner.model)
 
 
 def empty_micro_batch(model: PreTrainedModel) -> MicroBatch:

@@ -85,16 +85,12 @@ def _step(
     batches = micro_batches(share, max_tokens=settings.micro_batch_tokens, packing=settings.packing)
     num_global_tokens = num_trained_tokens(members)
     return train_minibatch(
-        critic.model,
-        critic.optimizer,
-        critic.mesh,
+        critic,
         [{name: tensor.to(critic.model.device) for name, tensor in batch.items()} for batch in batches],
         value_objective(clip=algorithm.critic.value_clip, num_global_tokens=num_global_tokens),
         num_global_tokens=num_global_tokens,
         max_grad_norm=settings.max_grad_norm,
         read=value_reader(),
-        progress=critic.progress,
-        stop=critic.stop,
     )
 
 

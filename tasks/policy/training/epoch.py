@@ -107,9 +107,7 @@ def _step(
         trainee.nonfinite.keep([row for index in at_fault for row in plan[index]], minibatch=number)
 
     return train_minibatch(
-        trainee.model,
-        trainee.optimizer,
-        mesh,
+        trainee,
         [{k: v.to(trainee.model.device) for k, v in batch.items()} for batch in batches],
         make_loss(
             config,
@@ -121,9 +119,7 @@ def _step(
         max_grad_norm=settings.max_grad_norm,
         read=reader_of(config, objective),
         routers=trainee.routers,
-        progress=trainee.progress,
         on_nonfinite=keep,
-        stop=trainee.stop,
     )
 
 
