@@ -5,7 +5,7 @@ masked and added, and ``aggregate`` divides by counts of the whole mini-batch. M
 tokens; the caller adds them over micro-batches and ranks and divides once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from tasks.rl.losses import (
     sequence_log_ratio,
     soft_gate_loss,
 )
+from tasks.rl.packing import MicroBatch
 from tasks.rl.sequences import aggregate, masked
 
-MicroBatch = Mapping[str, Tensor]
 LossOfTokens = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 PER_TOKEN = ("policy_loss", "entropy", "clip_share", "kl_k1", "kl_k3", "reference_kl", "weight")
 """Metrics that are means over tokens once the caller has divided their sums."""

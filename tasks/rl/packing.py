@@ -4,7 +4,7 @@ Shape key: B rows, L positions: of the longest sample where rows are padded, of 
 Pure. Nothing here changes a gradient: losses divide by the global token count.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,35 +14,38 @@ from torch.nn.utils.rnn import pad_sequence
 from tasks.rl.routing_records import unpack
 
 Packing = Literal["padded", "packed"]
+Row = dict[str, Any]
+"""A sample as ``TrainFrame`` has it, and what was computed for it since: ``collate`` says which columns."""
+MicroBatch = Mapping[str, Tensor]
+"""[B, L] each, as ``collate`` makes it; with ``head_rows`` the positions that a policy's head reads for the
+tokens in ``mask``. One that only keeps ranks in step has ``input_ids`` and ``attention_mask`` alone."""
 TOKEN_COLUMNS = ("proximal_logprob", "reference_logprob", "weight", "value", "return")
 """What a row may hold beside its tokens, one number each, once ``preparation.py`` has seen the batch."""
 PADDING = {"routed_experts": -1}
 """What stands where a row ends before the longest, where that is not 0."""
 
 
-def by_minibatch(rows: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
+def by_minibatch(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
     """Mini-batches in their order: number and rows."""
-    minibatches: dict[int, list[dict[str, Any]]] = {}
+    minibatches: dict[int, list[Row]] = {}
     for row in rows:
         minibatches.setdefault(row["minibatch"], []).append(row)
     return sorted(minibatches.items())
 
 
-def rank_share(rows: Sequence[dict[str, Any]], *, rank: int, world_size: int) -> list[dict[str, Any]]:
+def rank_share(rows: Sequence[Row], *, rank: int, world_size: int) -> list[Row]:
     """This rank's rows of a mini-batch: longest first, dealt out in turn, so that ranks finish together."""
     by_length = sorted(rows, key=_length, reverse=True)
     return by_length[rank::world_size]
 
 
-def plan_micro_batches(
-    rows: Sequence[dict[str, Any]], *, max_tokens: int, packing: Packing
-) -> list[list[dict[str, Any]]]:
+def plan_micro_batches(rows: Sequence[Row], *, max_tokens: int, packing: Packing) -> list[list[Row]]:
     """Rows by micro-batch, each of at most ``max_tokens`` tokens with padding (one row may exceed it alone).
 
     Packed rows go by decreasing length into the first micro-batch with room, which needs at most 11/9 of the
     fewest possible (plus one). Padded rows fill up in turn: neighbours in length waste the least padding.
     """
-    batches: list[list[dict[str, Any]]] = []
+    batches: list[list[Row]] = []
     for row in sorted(rows, key=_length, reverse=True):
         open_batches = batches if packing == "packed" else batches[-1:]
         for batch in open_batches:
@@ -54,7 +57,7 @@ def plan_micro_batches(
     return batches
 
 
-def collate(rows: Sequence[dict[str, Any]], *, packing: Packing) -> dict[str, Tensor]:
+def collate(rows: Sequence[Row], *, packing: Packing) -> dict[str, Tensor]:
     """One micro-batch. Each row holds ``prompt_ids``, ``response_ids``, ``behavior_logprob``, ``loss_mask``
     and ``advantage``, or ``token_advantage`` in its place, and perhaps more of ``TOKEN_COLUMNS``.
 
@@ -77,33 +80,31 @@ def collate(rows: Sequence[dict[str, Any]], *, packing: Packing) -> dict[str, Te
     return {name: torch.cat([sample[name] for sample in samples])[None] for name in samples[0]}
 
 
-def micro_batches(
-    rows: Sequence[dict[str, Any]], *, max_tokens: int, packing: Packing
-) -> list[dict[str, Tensor]]:
+def micro_batches(rows: Sequence[Row], *, max_tokens: int, packing: Packing) -> list[dict[str, Tensor]]:
     """All of a rank's micro-batches of a mini-batch."""
     plan = plan_micro_batches(rows, max_tokens=max_tokens, packing=packing)
     return [collate(batch, packing=packing) for batch in plan]
 
 
-def num_trained_tokens(rows: Sequence[dict[str, Any]]) -> int:
+def num_trained_tokens(rows: Sequence[Row]) -> int:
     return sum(sum(row["loss_mask"]) for row in rows)
 
 
-def num_trained_sequences(rows: Sequence[dict[str, Any]]) -> int:
+def num_trained_sequences(rows: Sequence[Row]) -> int:
     """Samples with at least one trained token; others are no part of any mean."""
     return sum(any(row["loss_mask"]) for row in rows)
 
 
-def _length(row: dict[str, Any]) -> int:
+def _length(row: Row) -> int:
     return len(row["prompt_ids"]) + len(row["response_ids"])
 
 
-def _num_tokens(rows: list[dict[str, Any]], packing: Packing) -> int:
+def _num_tokens(rows: list[Row], packing: Packing) -> int:
     lengths = [_length(row) for row in rows]
     return sum(lengths) if packing == "packed" else max(lengths) * len(lengths)
 
 
-def _sample_tensors(row: dict[str, Any], number: int) -> dict[str, Tensor]:
+def _sample_tensors(row: Row, number: int) -> dict[str, Tensor]:
     start, end = len(row["prompt_ids"]), _length(row)
     sample = {
         "input_ids": torch.tensor([*row["prompt_ids"], *row["response_ids"]]),
@@ -125,7 +126,7 @@ def _sample_tensors(row: dict[str, Any], number: int) -> dict[str, Tensor]:
     return sample | _routing_tensors(row, end)
 
 
-def _routing_tensors(row: dict[str, Any], length: int) -> dict[str, Tensor]:
+def _routing_tensors(row: Row, length: int) -> dict[str, Tensor]:
     """[L, layers, k] of the record, where there is one: the last token was never read, so it has none."""
     found = {}
     for name in ("routed_experts", "routed_weights"):

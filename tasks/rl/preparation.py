@@ -7,7 +7,6 @@ in float64: statistics over the batch do not depend on how it is split. Pure.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +29,8 @@ from tasks.rl.corrections import (
     truncated_weight,
 )
 from tasks.rl.mismatch import mismatch_report, require_agreement
+from tasks.rl.packing import Row
 from tasks.rl.sequences import masked
-
-Row = dict[str, Any]
 
 
 def prepare_rows(rows: Sequence[Row], algorithm: AlgorithmConfig) -> tuple[list[Row], dict[str, float]]:

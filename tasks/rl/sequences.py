@@ -57,8 +57,22 @@ def aggregate(
         num_global_sequences: sequences of the whole mini-batch with at least one trained token.
     """
     value_BL = masked(value_BL, mask_BL)
-    if aggregation == "token_mean":
-        return value_BL.sum() / num_global_tokens
     if aggregation == "sequence_mean":
-        return (value_BL / length_BL.clamp(min=1)).sum() / num_global_sequences
-    return value_BL.sum() / (num_global_sequences * fixed_length)
+        value_BL = value_BL / length_BL.clamp(min=1)
+    return value_BL.sum() / loss_divisor(
+        aggregation,
+        num_global_tokens=num_global_tokens,
+        num_global_sequences=num_global_sequences,
+        fixed_length=fixed_length,
+    )
+
+
+def loss_divisor(
+    aggregation: Aggregation, *, num_global_tokens: int, num_global_sequences: int, fixed_length: int
+) -> int:
+    """What ``aggregate`` divides the whole mini-batch's sum by."""
+    return {
+        "token_mean": num_global_tokens,
+        "sequence_mean": num_global_sequences,
+        "fixed": num_global_sequences * fixed_length,
+    }[aggregation]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tasks.policy.dispatch.permute import Placement, gather_rows, invert, sum_rows
 from tasks.policy.ranks.progress import BLOCKED
+from tasks.section import divisors
 
 
 class Groups(NamedTuple):
@@ -228,10 +229,9 @@ def make_dispatcher(
 def experts_per_rank(num_experts: int, num_ranks: int) -> int:
     """Size of a rank's contiguous block of experts."""
     if num_experts % num_ranks:
-        choices = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
         raise ValueError(
             f"num_experts ({num_experts}) must be a multiple of the expert-parallel size ({num_ranks}); "
-            f"choose one of {choices}."
+            f"choose one of {divisors(num_experts)}."
         )
     return num_experts // num_ranks
 

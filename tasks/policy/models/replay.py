@@ -13,7 +13,7 @@ sequence of L tokens has L - 1 rows. ``-1`` is no record: there the trainer rout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from tasks.policy.models.router import router_modules
+from tasks.rl.packing import MicroBatch
 
 Replay = Literal["none", "experts", "experts_and_weights"]
-MicroBatch = Mapping[str, Tensor]
 
 
 class RoutingRecorder:

@@ -5,7 +5,7 @@ Shape key: T tokens of a micro-batch (B x L, flattened), E experts, K selections
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 
 from tasks.policy.parallel.experts import experts_modules
 from tasks.rl.balance import sequence_balance_loss
+from tasks.rl.packing import MicroBatch
 
-MicroBatch = Mapping[str, Tensor]
+BIAS = "e_score_correction_bias"
+"""Of DeepSeek-V3's and GLM-4-MoE's routers: takes part in selecting experts and not in weighing them."""
 
 
 def router_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -35,6 +37,13 @@ def router_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield routers[0]
 
 
+def router_scores(router: nn.Module, logits_TE: Tensor) -> Tensor:
+    """How well the router finds that each expert suits a token: a sigmoid where it has a ``BIAS``, which is
+    no part of the score, else a softmax."""
+    logits_TE = logits_TE.float()
+    return logits_TE.sigmoid() if hasattr(router, BIAS) else logits_TE.softmax(dim=-1)
+
+
 def freeze_routers(model: PreTrainedModel) -> None:
     """Train everything but the routers; call before making the optimizer."""
     for _, router in router_modules(model):
@@ -48,7 +57,7 @@ class RouterBalance:
         self.coefficient = coefficient
         self._seen: list[tuple[Tensor, Tensor]] = []
         for _, router in router_modules(model):
-            router.register_forward_hook(self._hook(is_sigmoid=hasattr(router, "e_score_correction_bias")))
+            router.register_forward_hook(self._keep)
 
     def clear(self) -> None:
         self._seen.clear()
@@ -73,14 +82,10 @@ class RouterBalance:
         ).mean()
         return self.coefficient * total, {"router_balance": total.detach()}
 
-    def _hook(self, *, is_sigmoid: bool) -> Callable[..., None]:
-        def keep(_module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-            logits_TE, _, expert_TK = output
-            if torch.is_grad_enabled():
-                score_TE = logits_TE.float().sigmoid() if is_sigmoid else logits_TE.float().softmax(dim=-1)
-                self._seen.append((score_TE, expert_TK))
-
-        return keep
+    def _keep(self, router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        logits_TE, _, expert_TK = output
+        if torch.is_grad_enabled():
+            self._seen.append((router_scores(router, logits_TE), expert_TK))
 
 
 def sequence_numbers(micro_batch: MicroBatch) -> tuple[Tensor, int]:

@@ -2,8 +2,8 @@
 
 Shape key: T tokens of a micro-batch on this rank, E experts, K selections a token.
 
-Only for routers that have such a bias (``e_score_correction_bias`` of DeepSeek-V3 and GLM-4-MoE). It is a
-buffer, equal on all ranks that hold the layer, and is saved with the weights in float32.
+Only for routers that have such a bias. It is a buffer, equal on all ranks that hold the layer, and is saved
+with the weights in float32.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tasks.policy.models.router import router_modules
+from tasks.policy.models.router import BIAS, router_modules
 from tasks.policy.parallel.collectives import all_reduce
 from tasks.policy.parallel.mesh import ParallelMesh
 from tasks.rl.balance import bias_step
-
-BIAS = "e_score_correction_bias"
 
 
 class RouterBias:

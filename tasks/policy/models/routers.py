@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +13,7 @@ from tasks.policy.models.router_bias import RouterBias
 from tasks.policy.models.routing import Routing
 from tasks.policy.parallel.context import my_block
 from tasks.policy.parallel.mesh import ParallelMesh
-
-MicroBatch = Mapping[str, Tensor]
+from tasks.rl.packing import MicroBatch
 
 
 class RouterWatch(Protocol):

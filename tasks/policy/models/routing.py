@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tasks.policy.models.replay import MicroBatch, Replay, RoutingReplay
-from tasks.policy.models.router import router_modules
+from tasks.policy.models.replay import Replay, RoutingReplay
+from tasks.policy.models.router import router_modules, router_scores
 from tasks.policy.parallel.context import my_block
 from tasks.policy.parallel.mesh import ParallelMesh
 from tasks.policy.ranks.progress import BLOCKED
+from tasks.rl.packing import MicroBatch
 
 Sums = tuple[dict[str, list[int]], dict[str, float], dict[str, float]]
 """Of one rank: loads and entropies by router, and replayed selections; plain numbers, exact."""
@@ -111,8 +112,7 @@ class Routing:
         chosen = torch.where(is_token_T1, expert_TK, num_experts).flatten().sort().values
         end_E = torch.searchsorted(chosen, torch.arange(num_experts, device=chosen.device), right=True)
         load_E = torch.diff(end_E, prepend=end_E.new_zeros(1))
-        is_sigmoid = hasattr(router, "e_score_correction_bias")
-        score_TE = logits_TE.float().sigmoid() if is_sigmoid else logits_TE.float().softmax(dim=-1)
+        score_TE = router_scores(router, logits_TE)
         share_TE = score_TE / score_TE.sum(dim=-1, keepdim=True)
         entropy_TE = torch.where(is_token_T1, torch.special.entr(share_TE), 0)
         entropy = entropy_TE.sum() * expert_TK.shape[1]  # once a selection, like the loads

@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tasks.policy.parallel.experts import experts_modules
 from tasks.policy.parallel.mesh import ParallelMesh
+from tasks.section import divisors
 
 
 def shard_parameters(model: PreTrainedModel, mesh: ParallelMesh, *, compute_dtype: torch.dtype) -> None:
@@ -40,10 +41,9 @@ def shard_parameters(model: PreTrainedModel, mesh: ParallelMesh, *, compute_dtyp
     for name, module in list(experts_modules(model)):
         num_experts = module.expert_shard.num_experts
         if num_experts % mesh.expert_shards:
-            choices = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
             raise ValueError(
                 f"efsdp * ep must divide the {num_experts} experts of {name}, got {mesh.efsdp} * {mesh.ep}. "
-                f"Set fsdp * cp * tp to one of {choices}."
+                f"Set fsdp * cp * tp to one of {divisors(num_experts)}."
             )
         fully_shard(module, mesh=experts, mp_policy=as_they_come)
     for module in list(model.modules()):

@@ -9,8 +9,9 @@ from moe_kernels.policy_loss import SUMS, LossTerms, TokenValues, policy_loss
 from torch import Tensor
 
 from tasks.algorithm_config import AlgorithmConfig
-from tasks.rl.objective import LossOfTokens, MicroBatch
-from tasks.rl.sequences import masked, sequence_mean
+from tasks.rl.objective import LossOfTokens
+from tasks.rl.packing import MicroBatch
+from tasks.rl.sequences import loss_divisor, masked, sequence_mean
 
 
 def fused_policy_objective(
@@ -18,11 +19,12 @@ def fused_policy_objective(
 ) -> LossOfTokens:
     """What ``policy_objective`` returns, for the same arguments; CUDA only."""
     terms = _terms(algorithm)
-    divisor = {
-        "token_mean": num_global_tokens,
-        "sequence_mean": num_global_sequences,
-        "fixed": num_global_sequences * fixed_length,
-    }[algorithm.aggregation]
+    divisor = loss_divisor(
+        algorithm.aggregation,
+        num_global_tokens=num_global_tokens,
+        num_global_sequences=num_global_sequences,
+        fixed_length=fixed_length,
+    )
 
     def objective(
         logprob_BL: Tensor, entropy_BL: Tensor, micro: MicroBatch

@@ -19,7 +19,7 @@ from tasks.policy.parallel.mesh import ParallelMesh
 from tasks.policy.ranks.progress import BLOCKED
 from tasks.policy.step.head_rows import with_head_rows
 from tasks.policy.step.trainer import Read, agree_on_passes, empty_micro_batch, policy_reader
-from tasks.rl.packing import Packing, collate, plan_micro_batches, rank_share
+from tasks.rl.packing import Packing, Row, collate, plan_micro_batches, rank_share
 
 
 def reader_of(config: CampaignConfig, objective: str) -> Read:
@@ -34,7 +34,7 @@ def reader_of(config: CampaignConfig, objective: str) -> Read:
 @torch.no_grad()
 def read_rows(
     model: PreTrainedModel,
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
     mesh: ParallelMesh,
     read: Read,
     *,
@@ -65,7 +65,7 @@ def read_rows(
     return [mine[number] for number in range(len(rows))]
 
 
-def _by_row(value_BL: Tensor, rows: Sequence[dict[str, Any]], packing: Packing) -> dict[int, list[float]]:
+def _by_row(value_BL: Tensor, rows: Sequence[Row], packing: Packing) -> dict[int, list[float]]:
     """The response's part of each row, cut out of padded or packed rows."""
     found, start = {}, 0
     for index, row in enumerate(rows):

@@ -29,11 +29,7 @@ from tasks.policy.ranks.stopping import StopAgreed, StopRequest
 from tasks.policy.step.adamw import OnePassAdamW
 from tasks.policy.step.head_rows import HEAD_ROWS
 from tasks.policy.step.logprobs import LogprobKernel, stage_inputs, token_logprobs_and_entropy
-
-MicroBatch = Mapping[str, Tensor]
-"""[B, L]: ``input_ids``, ``attention_mask``, ``position_ids`` if packed, and what the loss function reads. A
-``mask`` says which tokens are trained, and ``head_rows`` which positions the head reads for them."""
-
+from tasks.rl.packing import MicroBatch
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 """From what ``Read`` gave (of a policy: log-probabilities and entropies) and the micro-batch to a loss that

@@ -24,7 +24,8 @@ from tasks.policy.training.critic import read_values, train_critic
 from tasks.policy.training.epoch import Position
 from tasks.policy.training.resume import seed_generators
 from tasks.policy.training.unfinished import Attempt, Prepared
-from tasks.policy.training.workbench import Row, Workbench, release
+from tasks.policy.training.workbench import Workbench, release
+from tasks.rl.packing import Row
 from tasks.session import open_store
 
 if TYPE_CHECKING:

@@ -17,14 +17,19 @@ from transformers import PreTrainedModel
 from tasks.algorithm_config import AlgorithmConfig, CorrectionConfig
 from tasks.policy.step.logprobs import stage_inputs
 from tasks.policy.step.reading import read_rows
-from tasks.policy.step.trainer import Learner, MicroBatch, Read, train_minibatch
+from tasks.policy.step.trainer import Learner, Read, train_minibatch
 from tasks.policy.training.epoch import Position
 from tasks.rl.objective import value_objective
-from tasks.rl.packing import by_minibatch, micro_batches, num_trained_tokens, rank_share
+from tasks.rl.packing import (
+    MicroBatch,
+    Row,
+    by_minibatch,
+    micro_batches,
+    num_trained_tokens,
+    rank_share,
+)
 from tasks.rl.preparation import prepare_rows
 from tasks.train_config import TrainConfig
-
-Row = dict[str, Any]
 
 
 def value_reader() -> Read:

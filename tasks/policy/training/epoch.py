@@ -20,6 +20,7 @@ from tasks.policy.training.trainee import Trainee
 from tasks.rl.losses import supervised_loss
 from tasks.rl.objective import PER_TOKEN, policy_objective
 from tasks.rl.packing import (
+    Row,
     by_minibatch,
     collate,
     num_trained_sequences,
@@ -47,7 +48,7 @@ class Position:
 
 def train(
     trainee: Trainee,
-    rows: list[dict[str, Any]],
+    rows: list[Row],
     config: CampaignConfig,
     *,
     objective: str,
@@ -94,7 +95,7 @@ def train(
 
 
 def _step(
-    trainee: Trainee, number: int, members: list[dict[str, Any]], config: CampaignConfig, *, objective: str
+    trainee: Trainee, number: int, members: list[Row], config: CampaignConfig, *, objective: str
 ) -> dict[str, float]:
     mesh, settings = trainee.mesh, config.train
     share = rank_share(members, rank=mesh.share, world_size=mesh.num_shares)

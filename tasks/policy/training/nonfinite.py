@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tasks.rl.packing import Row
 from tasks.schema import TrainFrame, make_frame, to_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class NonFiniteSteps:
         self.store, self.iteration, self.rank = store, iteration, rank
         self.limit, self.in_a_row = limit, in_a_row
 
-    def keep(self, rows: Sequence[dict[str, Any]], *, minibatch: int) -> None:
+    def keep(self, rows: Sequence[Row], *, minibatch: int) -> None:
         """Store the rows of this rank's offending micro-batches as an object of the campaign."""
         if rows:
             payload = to_bytes(make_frame(rows, TrainFrame))

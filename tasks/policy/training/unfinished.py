@@ -25,13 +25,12 @@ from tasks.policy.ranks.stopping import EXIT_CODE, StopAgreed, StopRequest
 from tasks.policy.training.epoch import Position, train
 from tasks.policy.training.trainee import Trainee
 from tasks.records import CampaignRun, PolicyVersion, TrainBatch
+from tasks.rl.packing import Row
 from tasks.say import say
 
 if TYPE_CHECKING:
     from tasks.artifacts.manifest import StoredFile
     from tasks.artifacts.store import PolicyStore
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

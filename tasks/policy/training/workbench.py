@@ -6,7 +6,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import AdamW
@@ -27,11 +27,10 @@ from tasks.policy.ranks.progress import Progress
 from tasks.policy.step.reading import read_rows
 from tasks.policy.step.trainer import Read, make_optimizer
 from tasks.records import CampaignRun, TrainBatch
+from tasks.rl.packing import Row
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
