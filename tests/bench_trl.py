@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
 from tasks.config import CampaignConfig
-from tasks.environments.scoring import judge
+from tasks.environments.scorer import Sample
 from tasks.policy.checkpoint.weights import disk_tensors, write_index
 from tasks.policy.training.trainee import learning_rate
 
@@ -71,13 +71,14 @@ def theirs(folder: Path, loop: Loop, config: CampaignConfig, iterations: int, sc
     eos = loop.tokenizer.eos_token_id
 
     def reward(completion_ids: list[list[int]], prompt_id: list[str], **_: Any) -> list[float]:
-        outcomes = [
-            judge(
-                loop.environment, loop.tokenizer, prompt_id=name, response_ids=ids,
+        samples = [
+            Sample(
+                prompt_id=name, prompt_ids=[], response_ids=ids,
                 finish_reason="stop" if ids and ids[-1] == eos else "length",
             )
             for ids, name in zip(completion_ids, prompt_id, strict=True)
         ]  # fmt: skip
+        outcomes = loop.truth.truths(samples)
         clock.add(sum(outcome.is_exact for outcome in outcomes) / len(outcomes))
         return [outcome.reward or 0.0 for outcome in outcomes]
 

@@ -44,7 +44,7 @@ def engine(tmp_path_factory):
 
 
 def always(text):
-    return lambda talks: [(True, text, "") for _ in talks]
+    return lambda talks: [(True, text) for _ in talks]
 
 
 def sample(engine, replies, *, max_turns=3, seeds=(5, 6, 7, 8), room=10**6):
@@ -90,7 +90,7 @@ def test_trained_ids_are_the_sampled_ids_through_tool_calls(engine):
 
 
 def test_an_environment_that_says_nothing_gives_single_turns(engine):
-    requests, groups = sample(engine, lambda talks: [(True, None, "") for _ in talks])
+    requests, groups = sample(engine, lambda talks: [(True, None) for _ in talks])
     assert len(engine.calls) == 1 and all(all(c.chosen) for group in groups for c in group)
     plain = engine.generate(requests, PARAMS)
     assert [[c.response_ids for c in g] for g in groups] == [[c.response_ids for c in g] for g in plain]
@@ -244,4 +244,4 @@ def test_only_an_environment_that_answers_gets_a_dialogue(tmp_path):
     config = CampaignConfig.model_validate({"environment": {"name": "calculator"}})
     dialogue = make_dialogue(config, tmp_path)
     assert (dialogue.max_turns, dialogue.room) == (2, 64)
-    assert dialogue.replies([("0~1+2", ("=1+2",))]) == [(True, "3", "")]
+    assert dialogue.replies([("0~1+2", ("=1+2",))]) == [(True, "3")]

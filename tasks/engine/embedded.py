@@ -133,7 +133,7 @@ def _generate_batch(
         routing.add(alive.tolist())
     budgets = (params.max_new_tokens - begun).tolist()
     rows = (
-        _completion(tokens[sample], logprobs[sample], params, budget, routing.of(sample, params))
+        _completion(tokens[sample], logprobs[sample], params, budget, *routing.of(sample, params))
         for sample, budget in enumerate(budgets)
     )
     return [[next(rows) for _ in range(count)] for count in copies]
@@ -144,12 +144,18 @@ def _completion(
     logprobs: list[float],
     params: SamplingParams,
     budget: int,
-    routing: dict[str, np.ndarray],
+    experts: np.ndarray | None,
+    weights: np.ndarray | None,
 ) -> Completion:
     is_stopped = ids[-1] in params.stop_ids
     is_full = len(ids) == budget
-    reason = "stop" if is_stopped else "length" if is_full else "abort"
-    return Completion(response_ids=ids, logprobs=logprobs, finish_reason=reason, **routing)  # pyright: ignore[reportArgumentType]
+    return Completion(
+        response_ids=ids,
+        logprobs=logprobs,
+        finish_reason="stop" if is_stopped else "length" if is_full else "abort",
+        routed_experts=experts,
+        routed_weights=weights,
+    )
 
 
 class _Routing:
@@ -173,14 +179,12 @@ class _Routing:
             for row, sample in enumerate(alive):
                 self.parts[sample].append((expert_B1NK[row], weight_B1NK[row]))
 
-    def of(self, sample: int, params: SamplingParams) -> dict[str, np.ndarray]:
-        """A row for each token that was read: all but the last."""
+    def of(self, sample: int, params: SamplingParams) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Experts and weights, as far as asked for: a row for each token that was read, all but the last."""
         if self.recorder is None:
-            return {}
+            return None, None
         experts, weights = (np.concatenate(parts) for parts in zip(*self.parts[sample], strict=True))
-        if params.record_routing == "experts":
-            return {"routed_experts": experts}
-        return {"routed_experts": experts, "routed_weights": weights}
+        return experts, weights if params.record_routing == "experts_and_weights" else None
 
 
 class _Decoding:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+FinishReason = Literal["stop", "length", "abort", "tool_failure"]
+"""``tool_failure``: the environment did not answer a turn."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """The distribution to sample from and where to stop; log-probabilities are those of this distribution."""
@@ -43,8 +47,7 @@ class Completion:
     response_ids: list[int]
     logprobs: list[float]
     """One value a response token, of the distribution that was sampled."""
-    finish_reason: Literal["stop", "length", "abort", "tool_failure"]
-    """``tool_failure``: the environment did not answer a turn."""
+    finish_reason: FinishReason
     chosen: list[bool] | None = None
     """False where the environment wrote the token; None = the policy chose all."""
     routed_experts: "np.ndarray | None" = field(default=None, compare=False)

@@ -9,17 +9,13 @@ outgrows the policy's context is cut off there, as a response at ``max_new_token
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tasks.engine.protocol import Completion, Engine, Request, SamplingParams
+from tasks.engine.protocol import Completion, Engine, FinishReason, Request, SamplingParams
+from tasks.environments.protocol import Replies
 from tasks.policy.models.chat import Chat
 from tasks.say import say
-
-Reply = tuple[bool, str | None, str]
-"""(whether the environment answered, its reply or None at the end, why it did not answer)."""
-Replies = Callable[[Sequence[tuple[str, tuple[str, ...]]]], list[Reply]]
-"""(prompt id, turns so far) of several conversations -> what the environment says to each."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,7 +64,7 @@ class Dialogue:
     def _answer(self, talks: Sequence["_Talk"]) -> list["_Talk"]:
         """Append replies; returns the conversations that go on."""
         said = self.replies([(talk.name, tuple(talk.turns)) for talk in talks]) if talks else []
-        for talk, (has_answered, text, _) in zip(talks, said, strict=True):
+        for talk, (has_answered, text) in zip(talks, said, strict=True):
             if not has_answered:
                 talk.finish_reason = "tool_failure"
             talk.is_open = has_answered and text is not None and self._hears(talk, text)
@@ -99,7 +95,7 @@ class _Talk:
     response_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     chosen: list[bool] = field(default_factory=list)
-    finish_reason: str = "stop"
+    finish_reason: FinishReason = "stop"
     is_open: bool = True
 
     def take(self, completion: Completion, chat: Chat) -> None:
@@ -115,7 +111,7 @@ class _Talk:
         return Completion(
             response_ids=self.response_ids,
             logprobs=self.logprobs,
-            finish_reason=self.finish_reason,  # pyright: ignore[reportArgumentType]
+            finish_reason=self.finish_reason,
             chosen=self.chosen,
         )
 

@@ -8,7 +8,6 @@ is.
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 from tasks.environments.order import content_digest
 from tasks.environments.protocol import (
@@ -76,7 +75,7 @@ class MixedEnvironment:
         prompt = Prompt(prompt_id=inner, text=prompt.text)
         if is_multi_turn(environment):
             return environment.demonstration_turns(prompt)
-        return [cast(Any, environment).demonstration(prompt)]
+        return [environment.demonstration(prompt)]
 
     def reply(self, prompt_id: str, turns: Sequence[str]) -> str | None:
         environment, inner = self._part(prompt_id)

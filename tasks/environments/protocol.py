@@ -4,7 +4,7 @@ Add one: a class with the members of ``Environment`` in a file of its own, named
 (README, "How to change it"), or in a file here and in ``make.py``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeGuard
 
@@ -72,7 +72,7 @@ class Environment(Protocol):
         ...
 
 
-class MultiTurnEnvironment(Protocol):
+class MultiTurnEnvironment(Environment, Protocol):
     """An environment that answers: a tool's output, or the next message of a user.
 
     ``turns`` are the policy's, oldest first. The tokens of a reply are read by the policy and never trained.
@@ -93,12 +93,19 @@ class MultiTurnEnvironment(Protocol):
         ...
 
 
+Talks = Sequence[tuple[str, tuple[str, ...]]]
+"""(prompt id, turns so far) of several conversations."""
+Reply = tuple[bool, str | None]
+"""Whether the environment answered, and what; None ends the conversation."""
+Replies = Callable[[Talks], list[Reply]]
+
+
 def known_prompts(environment: Environment) -> Iterable[Prompt]:
     """All prompts of an environment that lists them with a method ``all_prompts``; else held-out ones."""
     return getattr(environment, "all_prompts", environment.held_out_prompts)()
 
 
-def is_multi_turn(environment: object) -> TypeGuard[MultiTurnEnvironment]:
+def is_multi_turn(environment: Environment) -> TypeGuard[MultiTurnEnvironment]:
     """Whether the environment answers the policy's turns."""
     return hasattr(environment, "verify_turns")
 
@@ -116,6 +123,6 @@ def verify(environment: Environment, prompt_id: str, turns: Sequence[str], *, is
     return outcome
 
 
-def is_trusted(environment: object) -> bool:
+def is_trusted(environment: Environment) -> bool:
     """Whether its verifier may run inside the scoring process."""
     return bool(getattr(environment, "is_trusted", False))

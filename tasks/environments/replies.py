@@ -1,22 +1,16 @@
 """What a multi-turn environment says to the policy: in this process if it is trusted, else in the pool."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from tasks.config import CampaignConfig
 from tasks.environments.pool import Call
-from tasks.environments.protocol import MultiTurnEnvironment, is_trusted
+from tasks.environments.protocol import MultiTurnEnvironment, Replies, Reply, Talks, is_trusted
 from tasks.environments.scorer import environment_pool
 from tasks.environments.template import answer_call
 from tasks.say import say
 
-Talks = Sequence[tuple[str, tuple[str, ...]]]
-Reply = tuple[bool, str | None, str]
 
-
-def environment_replies(
-    config: CampaignConfig, environment: MultiTurnEnvironment
-) -> Callable[[Talks], list[Reply]]:
+def environment_replies(config: CampaignConfig, environment: MultiTurnEnvironment) -> Replies:
     """A function from (prompt id, turns) of several conversations to replies. A tool that raises, hangs or
     grows fails its sample alone; the reason goes to the log."""
 
@@ -27,9 +21,10 @@ def environment_replies(
         else:
             answers = environment_pool(config).run(calls)
         replies = [_reply(answer) for answer in answers]
-        failed = [reason for has_answered, _, reason in replies if not has_answered]
+        failed = [a for a, (has_answered, _) in zip(answers, replies, strict=True) if not has_answered]
         if failed:
-            say("generate", f"{len(failed)} of {len(calls)} turns were not answered; first: {failed[0]}")
+            reason = failed[0].get("reason") or "no text"
+            say("generate", f"{len(failed)} of {len(calls)} turns were not answered; first: {reason}")
         return replies
 
     return run
@@ -38,5 +33,5 @@ def environment_replies(
 def _reply(answer: dict[str, Any]) -> Reply:
     text = answer.get("text")
     if answer.get("kind") != "score" or not isinstance(text, str | None):
-        return False, None, str(answer.get("reason") or "no text")
-    return True, text, ""
+        return False, None
+    return True, text

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from tasks.environments.grades import Graded, Messages, scored
 from tasks.environments.protocol import Part
@@ -93,10 +98,10 @@ def forward(model: PreTrainedModel, rows: Sequence[list[int]]) -> torch.Tensor:
     return model(input_ids=input_BL.to(device), attention_mask=mask_BL.to(device)).logits.squeeze(-1)
 
 
-def encode_conversation(tokenizer: "AutoTokenizer", messages: list[dict[str, str]]) -> list[int]:
+def encode_conversation(tokenizer: "PreTrainedTokenizerFast", messages: list[dict[str, str]]) -> list[int]:
     """Token ids of a whole conversation in the reward model's own template."""
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False))  # pyright: ignore[reportAttributeAccessIssue]
-    return encode(tokenizer, text)  # pyright: ignore[reportArgumentType]
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    return encode(tokenizer, text)
 
 
 _standing: dict[str, RewardModel] = {}

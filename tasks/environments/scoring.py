@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import polars as pl
 
-from tasks.environments.protocol import Environment, Outcome
+from tasks.environments.protocol import Outcome
 from tasks.environments.scorer import Sample, Scorer
 from tasks.experience.records import Group
 from tasks.schema import RolloutFrame, ScoredFrame, from_bytes, polars_schema, to_bytes, validated
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 SAMPLE = ("prompt_id", "prompt_ids", "response_ids", "finish_reason", "chosen")
 
@@ -62,21 +59,6 @@ def _fault(groups: Sequence[Group]) -> str | None:
     if frame["prompt_id"].to_list() != names:
         return f"rows must be the {len(names)} samples of their group, got {len(frame)} or other prompts"
     return None
-
-
-def judge(
-    environment: Environment,
-    tokenizer: "PreTrainedTokenizerFast",
-    *,
-    prompt_id: str,
-    response_ids: list[int],
-    finish_reason: str,
-) -> Outcome:
-    """The verifier's word on one single-turn sample, in this process."""
-    sample = Sample(
-        prompt_id=prompt_id, prompt_ids=[], response_ids=response_ids, finish_reason=finish_reason
-    )
-    return Scorer(environment, tokenizer).truths([sample])[0]
 
 
 def _columns(outcome: Outcome) -> dict[str, Any]:

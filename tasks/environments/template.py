@@ -19,9 +19,9 @@ import struct
 import sys
 import time
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
-from tasks.environments.protocol import Environment, MultiTurnEnvironment, Outcome, is_multi_turn, verify
+from tasks.environments.protocol import Environment, Outcome, is_multi_turn, verify
 
 HEAD = struct.Struct("!I")
 MAX_REASON = 500
@@ -118,7 +118,7 @@ def _encoded(answer: dict[str, Any]) -> bytes:
         return json.dumps({**failure, "seconds": answer["seconds"]}).encode()
 
 
-def answer_call(environment: Environment | MultiTurnEnvironment, call: dict[str, Any]) -> dict[str, Any]:
+def answer_call(environment: Environment, call: dict[str, Any]) -> dict[str, Any]:
     """An outcome as a dict, or for ``reply`` its text; whatever is raised is a failure with its reason."""
     start = time.perf_counter()
     try:
@@ -130,7 +130,7 @@ def answer_call(environment: Environment | MultiTurnEnvironment, call: dict[str,
             answer: dict[str, Any] = {"kind": "score", "text": text}
         else:
             talk: dict[str, Any] = {"turns": call["turns"], "is_finished": call["is_finished"]}
-            answer = asdict(verify(cast(Environment, environment), call["prompt_id"], **talk))
+            answer = asdict(verify(environment, call["prompt_id"], **talk))
     except BaseException as error:  # SystemExit too: a verifier may not end its worker unnoticed
         reason = f"{type(error).__name__}: {str(error)[:MAX_REASON]}"
         answer = asdict(Outcome(kind="failure", reason=reason))

@@ -43,6 +43,7 @@ from tasks.policy.checkpoint import weights
 from tasks.policy.checkpoint.serialized import TensorFile
 from tasks.policy.checkpoint.snapshot import HostArena, bit_sum
 from tasks.policy.parallel.mesh import ParallelMesh
+from tasks.policy.parallel.shards import local_tensor
 
 if TYPE_CHECKING:
     from tasks.artifacts.manifest import StoredFile
@@ -215,12 +216,8 @@ def reserved_arena(model: PreTrainedModel, dtype: torch.dtype) -> HostArena:
 
 def host_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
     """Upper bound of a rank's snapshot: weights in ``dtype``, masters and two moments."""
-    elements = sum(_local_elements(param) for param in model.parameters())
+    elements = sum(local_tensor(param).numel() for param in model.parameters())
     return elements * (dtype.itemsize + 3 * 4) + (64 << 20)
-
-
-def _local_elements(param: Tensor) -> int:
-    return param.to_local().numel() if hasattr(param, "to_local") else param.numel()  # type: ignore[operator]
 
 
 def named_tensors(

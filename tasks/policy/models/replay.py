@@ -50,7 +50,8 @@ class RoutingRecorder:
         if weight_TNK.dtype != torch.float32:
             weight_TNK = weight_TNK.to(torch.float16)  # holds a bfloat16 below 1 but for the smallest ones
         experts, weights = expert_TNK.cpu().numpy(), weight_TNK.cpu().numpy()
-        return tuple(part.reshape(num_rows, -1, *part.shape[1:]) for part in (experts, weights))  # pyright: ignore
+        shape = num_rows, -1, *experts.shape[1:]
+        return experts.reshape(shape), weights.reshape(shape)
 
     def _keep(self, _module: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         if self.is_on:
