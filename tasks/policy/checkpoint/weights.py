@@ -28,8 +28,8 @@ from tasks.policy.parallel.experts import expert_shards
 from tasks.policy.parallel.names import Piece, disk_pieces, is_one_experts, stored_tensors
 from tasks.policy.parallel.place import Place, layout_of
 from tasks.policy.parallel.shards import is_split, whole_tensor
-from tasks.policy.step.offload import MOMENTS
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 STEP = "step"
 CONFIG = "config.json"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from tasks.policy.checkpoint.weights import MOMENTS
 
 
 def offload_moments(optimizer: Optimizer) -> None:
