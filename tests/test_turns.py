@@ -97,7 +97,7 @@ def test_an_environment_that_says_nothing_gives_single_turns(engine):
 
 
 def test_a_tool_that_fails_fails_its_sample_and_no_other(engine):
-    _, groups = sample(engine, lambda talks: [(name == "a", None, "down") for name, _ in talks])
+    _, groups = sample(engine, lambda talks: [(name == "a", None) for name, _ in talks])
     assert {c.finish_reason for c in groups[0]} <= {"stop", "length"}
     ended = [c.finish_reason for c in groups[1]]
     assert "tool_failure" in ended and set(ended) <= {"tool_failure", "length"}
