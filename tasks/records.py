@@ -13,16 +13,6 @@ from tasks.artifacts.version import PolicyVersion
 from tasks.config import CampaignConfig
 from tasks.section import Section
 
-__all__ = [
-    "CampaignRun",
-    "Candidate",
-    "PolicyVersion",
-    "PromptSet",
-    "RolloutReport",
-    "ScoreReport",
-    "TrainBatch",
-]
-
 
 class CampaignRun(Section):
     """The effective configuration of one run, fixed by the first task."""

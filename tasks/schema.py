@@ -18,9 +18,8 @@ from pandera.polars import PolarsData
 
 from tasks.rl.routing_records import routing_fault
 
-SCHEMA_VERSION = 2
 RECORDED = ("version_spans", "routed_experts", "routed_weights")
-"""Columns that version 2 added; null where nothing was recorded, and in payloads of version 1."""
+"""Columns that are null where nothing was recorded, and that payloads of earlier releases do not have."""
 PARTS = pl.List(
     pl.Struct(
         {
@@ -316,7 +315,7 @@ def from_bytes(*payloads: bytes, schema: Frame) -> pl.DataFrame:
 
 
 def _with_recorded(frame: pl.DataFrame, schema: Frame) -> pl.DataFrame:
-    """A payload of version 1 has no ``RECORDED`` columns."""
+    """A payload of an earlier release has no ``RECORDED`` columns."""
     if not issubclass(schema, Recorded):
         return frame
     types = polars_schema(schema)

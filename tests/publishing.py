@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from botocore.awsrequest import AWSResponse
@@ -24,6 +25,12 @@ def manifest(store: PolicyStore, version: int, files: dict[str, Blob], **changes
     fields = {"tensor_digest": "t" * 64, "config_digest": "c" * 64, "code_revision": "r" * 40}
     fields |= (later if version else first) | changes
     return Manifest(campaign=store.campaign, version=version, iteration=version, files=files, **fields)
+
+
+def put_folder(store: PolicyStore, folder: Path) -> dict[str, Blob]:
+    """Name -> blob of every file below a folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): store.put_file(path) for path in paths}
 
 
 def publish(store: PolicyStore, number: int) -> list[PolicyVersion]:

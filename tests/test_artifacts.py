@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from publishing import manifest, publish, respond
+from publishing import manifest, publish, put_folder, respond
 
 from tasks.artifacts.errors import CorruptArtifact, NotFound, ObjectConflict, VersionConflict
 from tasks.artifacts.manifest import Blob, Manifest
@@ -134,7 +134,7 @@ def test_put_folder_names_files_by_their_relative_path(policy_store: PolicyStore
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.bin").write_bytes(b"b")
     (tmp_path / "c.bin").write_bytes(b"c")
-    files = policy_store.put_folder(tmp_path)
+    files = put_folder(policy_store, tmp_path)
     assert {name: blob.sha256 for name, blob in files.items()} == {
         name: hashlib.sha256(name[-5:-4].encode()).hexdigest() for name in ("a/b.bin", "c.bin")
     }

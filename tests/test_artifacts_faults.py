@@ -23,7 +23,7 @@ from blake3 import blake3
 from botocore.exceptions import ClientError
 from publishing import failure, manifest, publish, respond
 
-from tasks.artifacts.content import BytesContent, digests_of, digests_of_bytes
+from tasks.artifacts.content import BytesContent, digests_of
 from tasks.artifacts.download import make_parts
 from tasks.artifacts.errors import CorruptArtifact, StoreError, VersionConflict
 from tasks.artifacts.manifest import Blob
@@ -160,7 +160,7 @@ def test_a_file_that_changes_while_it_is_stored_is_refused_and_leaves_no_wrong_b
 
 def test_a_body_that_is_not_what_its_signed_checksum_says_is_refused(policy_store: PolicyStore) -> None:
     """Bodies are not signed themselves: the checksum's header is, and the server compares."""
-    known = digests_of_bytes(b"announced")
+    known = digests_of(BytesContent(b"announced"))
     with pytest.raises(ClientError, match="BadDigest"):
         policy_store.bucket.upload(BytesContent(b"something"), "x", known)
     client, where = policy_store.bucket._client, {"Bucket": EMBEDDED_BUCKET, "Key": "y"}
@@ -195,7 +195,7 @@ def test_a_part_that_fails_ends_the_others_and_leaves_no_upload(
 ) -> None:
     """On both ways, before the parts that nobody has begun."""
     content, client = Torn(bytes(200 << 10)), policy_store.bucket._client
-    known = digests_of_bytes(bytes(200 << 10))
+    known = digests_of(BytesContent(bytes(200 << 10)))
     with pytest.raises(OSError, match="torn"):
         send(client, EMBEDDED_BUCKET, "torn", content, known, part_bytes=1 << 10, num_threads=2)
     assert content.reads < 50
@@ -216,7 +216,7 @@ def test_a_part_that_fails_ends_the_others_and_leaves_no_upload(
 @pytest.mark.parametrize("content", [b"other of this", b"short"])
 @pytest.mark.parametrize("is_new", [False, True], ids=["SHA-256 alone", "BLAKE3 beside it"])
 def test_a_damaged_blob_is_named(policy_store: PolicyStore, content: bytes, is_new: bool) -> None:
-    wrong, right = policy_store.put_bytes(content), digests_of_bytes(b"right content")
+    wrong, right = policy_store.put_bytes(content), digests_of(BytesContent(b"right content"))
     assert right.sha256 == hashlib.sha256(b"right content").hexdigest()
     fields = {"size": 13, "key": wrong.key, "version_id": wrong.version_id}
     blob = Blob(sha256=right.sha256, blake3=right.blake3 if is_new else "", **fields)
@@ -245,9 +245,11 @@ def test_versions_of_earlier_releases_are_read_and_verified(
 def test_a_large_files_digests_are_those_of_its_bytes(tmp_path: Path) -> None:
     path, content = tmp_path / "file", os.urandom((3 << 20) + 5)
     path.write_bytes(content)
-    assert digests_of(path) == digests_of_bytes(content)
+    assert digests_of(path) == digests_of(BytesContent(content))
     assert digests_of(path).blake3 == blake3(content).hexdigest()
-    assert digests_of_bytes(b"").blake3.startswith("af1349b9f5f9a1a6")  # the paper's value for no input
+    assert digests_of(BytesContent(b"")).blake3.startswith(
+        "af1349b9f5f9a1a6"
+    )  # the paper's value for no input
 
 
 def test_a_missing_blob_is_named(policy_store: PolicyStore) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import saved, tiny_policy
-from publishing import manifest
+from publishing import manifest, put_folder
 from pydantic import ValidationError
 from test_packing import rows
 from test_standing import leases
@@ -79,7 +79,7 @@ def algorithm(policy_store, campaign, tmp_path):
     """With versions 0 and 1 as reference and teacher, which are there, and in folders of these names."""
     for number in range(2):
         folder = saved(tiny_policy("qwen3_moe", seed=number), tmp_path / str(number))
-        policy_store.commit(manifest(policy_store, number, policy_store.put_folder(folder)))
+        policy_store.commit(manifest(policy_store, number, put_folder(policy_store, folder)))
     return {
         "advantage": "teacher", "teacher": {"campaign": campaign, "version": 1},
         "kl": "loss", "kl_coefficient": 0.1, "reference_version": 0,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from publishing import manifest, publish
+from publishing import manifest, publish, put_folder
 
 from tasks.artifacts.cursor import first_prompt, position_after, require_same_data
 from tasks.artifacts.errors import VersionConflict
@@ -93,7 +93,7 @@ def test_an_export_has_every_tensor_and_the_bytes_of_the_version(family, policy_
     from tasks.policy.checkpoint.weights import tensor_digest
 
     folder = saved(tiny_policy(family), tmp_path)
-    files = policy_store.put_folder(folder) | {"optimizer-1.safetensors": policy_store.put_bytes(b"moments")}
+    files = put_folder(policy_store, folder) | {"optimizer-1.safetensors": policy_store.put_bytes(b"moments")}
     policy_store.commit(manifest(policy_store, 0, files))
     names = export(policy_store, 0, tmp_path / "exported")
     assert "optimizer-1.safetensors" not in names and "moe-rl.json" in names

@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 import pytest
 from policies import save_tiny_policy
-from publishing import manifest
+from publishing import manifest, put_folder
 from recorded_sglang import recorded
 from test_in_flight import EXACT, check_logprobs, spans
 from test_standing import leases, standing, start_run
@@ -87,7 +87,7 @@ def worker(run: CampaignRun, store_folder: Path, campaign: str, engine: Publishe
 
 def publish(run: CampaignRun, version: int, folder: Path, **files: Blob) -> None:
     store = run_store(run)
-    store.commit(manifest(store, version, store.put_folder(folder) | files))
+    store.commit(manifest(store, version, put_folder(store, folder) | files))
 
 
 def samples(run: CampaignRun, iteration: int = 2) -> pl.DataFrame:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import saved, tiny_policy
-from publishing import manifest
+from publishing import manifest, put_folder
 from ranks import run_ranks
 from safetensors.torch import load_file
 from test_preemption import attempt, made, make_job
@@ -258,7 +258,7 @@ def test_a_file_is_chosen_once_for_all_that_it_holds():
 def test_a_checkpoint_of_one_file_without_an_index_is_fetched_when_it_is_read(policy_store, tmp_path):
     """Version 0, as it was adopted."""
     folder = saved(tiny_policy("qwen3_moe"), tmp_path / "hub")
-    policy_store.commit(manifest(policy_store, 0, policy_store.put_folder(folder)))
+    policy_store.commit(manifest(policy_store, 0, put_folder(policy_store, folder)))
     checkpoint = checkpoint_of(policy_store, 0)
     assert not list(checkpoint.folder.glob("*.safetensors")) and (checkpoint.folder / "config.json").exists()
     loaded = policy_on(make_mesh(1, 1), checkpoint).state_dict()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from policies import save_tiny_policy
-from publishing import manifest
+from publishing import manifest, put_folder
 from test_worker import GROUP_SIZE, member, put
 
 from tasks.artifacts.store import open_store
@@ -46,7 +46,7 @@ def start_run(
     )
     run = CampaignRun(config=config, lineage=lineage, code_revision=revision or code_revision())
     store = run_store(run)
-    files = store.put_folder(policy_folder)
+    files = put_folder(store, policy_folder)
     for version in (0, 1):
         store.commit(manifest(store, version, files))
     open_store(str(store_folder), campaign).replace_object(CURRENT_RUN, run.model_dump_json().encode())

@@ -154,10 +154,6 @@ def digests_of(content: Content | Path) -> Digests:
     return Digests(sha256.hexdigest(), fast.hexdigest())
 
 
-def digests_of_bytes(data: bytes) -> Digests:
-    return digests_of(BytesContent(data))
-
-
 def sha256_of(content: Content, start: int, stop: int) -> bytes:
     """Of a range."""
     found = hashlib.sha256()

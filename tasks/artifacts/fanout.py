@@ -1,17 +1,15 @@
 """How many readers of one version get it: from S3 alone, through cache nodes, or from one another. Pure.
 
 A version of 470 GB for 32 nodes is 15 TB: through one cache node of 12.5 GB/s (100 Gbit/s) that takes 20
-minutes, and every reader waits for the last. From S3 each node's own network is the bound, if the requests
-are spread: keys begin with a hash, and readers start at another place of the file list, a little apart. Where
-S3 or the link to it is the bound, nodes that have a part hand it on in a tree, each to ``fan_out`` others,
-part by part, so that the depth costs only a part's time a level. Every reader verifies what it gets by its
-SHA-256, whoever sent it.
+minutes, and every reader waits for the last. From S3, which is how versions are read here, each node's own
+network is the bound: keys begin with a hash, which spreads the requests. Where S3 or the link to it is the
+bound, nodes that have a part could hand it on in a tree, each to ``fan_out`` others, part by part, so that
+the depth costs only a part's time a level. Whether that is worth building is what this says.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Literal
 
 Source = Literal["s3", "cache", "tree"]
@@ -85,29 +83,6 @@ def tree_depth(num_nodes: int, fan_out: int) -> int:
         level *= fan_out
         held, depth = held + level, depth + 1
     return depth
-
-
-def tree_parents(num_nodes: int, fan_out: int) -> list[int | None]:
-    """From whom each node gets its parts: None is S3."""
-    return [None, *((node - 1) // fan_out for node in range(1, num_nodes))]
-
-
-def start_order(names: list[str], node: str) -> list[str]:
-    """The files in the order in which a node fetches them: each node begins at another one."""
-    ordered = sorted(names)
-    first = _draw(node, "first") * len(ordered)
-    return ordered[int(first) :] + ordered[: int(first)]
-
-
-def jitter_seconds(node: str, version: int, *, spread: float) -> float:
-    """How long a node waits before its first request: the same each time, spread over all nodes."""
-    return spread * _draw(node, str(version))
-
-
-def _draw(*identity: str) -> float:
-    """A number in [0, 1) that belongs to an identity."""
-    digest = blake2b("/".join(identity).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
 
 
 def _way(source: Source, loads: Mapping[str, tuple[float, float]], *, extra: float = 0.0) -> FanOut:

@@ -160,13 +160,6 @@ class PolicyStore:
             num_threads=self._num_threads,
         )
 
-    def put_folder(self, folder: Path) -> dict[str, Blob]:
-        """Store every file below a folder, several at a time: name -> blob, ready for ``Manifest.files``."""
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        with ThreadPoolExecutor(self._num_threads) as pool:
-            blobs = list(pool.map(self.put_file, paths))
-        return {path.relative_to(folder).as_posix(): blob for path, blob in zip(paths, blobs, strict=True)}
-
     def commit(self, manifest: Manifest) -> PolicyVersion:
         """Publish: the manifest is written if its version is free; the same content again is success."""
         if manifest.campaign != self.campaign:

@@ -71,10 +71,6 @@ class ParallelMesh(Grid):
         return self.stage * self.holders + self.holder
 
     @property
-    def ep_rank(self) -> int:
-        return self.rank % self.ep
-
-    @property
     def tp_rank(self) -> int:
         return self.rank % self.tp
 
@@ -137,7 +133,7 @@ def reduce_gradients(model: nn.Module, mesh: ParallelMesh, *, bucket_bytes: int 
     reduce the same buckets and the optimizer steps the same parameters.
     """
     layout = layout_of(model)
-    dense, experts = _named_parameters(model)
+    dense, experts = named_parameters(model)
     for param in [*dense.values(), *experts.values()]:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
@@ -173,7 +169,7 @@ def clip_gradients(
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}. Use inf to measure without clipping.")
-    dense, experts = _named_parameters(model)
+    dense, experts = named_parameters(model)
     counted = (
         [param for name, param in dense.items() if _is_counted(model, mesh, name)],
         # without fsdp, a tp group larger than an ep group holds the experts several times
@@ -193,13 +189,8 @@ def clip_gradients(
     return norm, dict(zip(sums, values, strict=True))
 
 
-def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def named_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Trained parameters: those that are not experts, and those that are stacks of this rank's experts."""
-    dense, experts = _named_parameters(model)
-    return list(dense.values()), list(experts.values())
-
-
-def _named_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     shards = expert_shards(model)
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     return {n: p for n, p in named if n not in shards}, {n: p for n, p in named if n in shards}
