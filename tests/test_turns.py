@@ -126,9 +126,7 @@ def test_a_conversation_that_outgrows_the_context_is_cut_off_there(engine, room)
 
 def test_a_reply_that_the_vocabulary_cannot_spell_fails_its_sample_and_no_other(engine):
     """It ended the run: a tool's words are known only once it speaks."""
-    _, groups = sample(
-        engine, lambda talks: [(True, "\u00e9" if name == "b" else None, "") for name, _ in talks]
-    )
+    _, groups = sample(engine, lambda talks: [(True, "\u00e9" if name == "b" else None) for name, _ in talks])
     assert {c.finish_reason for c in groups[0]} == {"stop"}
     assert {c.finish_reason for c in groups[1]} == {"tool_failure"}
 
