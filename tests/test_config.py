@@ -1,7 +1,9 @@
 """What a configuration refuses at launch, and what the message says."""
 
+import ast
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -270,3 +272,21 @@ def test_flyte_knows_the_type_of_every_field(monkeypatch):
     for section in sections:
         transformer.PydanticTransformer().get_literal_type(section)
     assert not said
+
+
+def raised_texts() -> list[str]:
+    """What the project's errors say, without the values in them."""
+    trees = (ast.parse(path.read_text()) for path in sorted((ROOT / "tasks").rglob("*.py")))
+    raised = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Raise))
+    constants = ((part.value for part in ast.walk(node) if isinstance(part, ast.Constant)) for node in raised)
+    return ["".join(text for text in parts if isinstance(text, str)) for parts in constants]
+
+
+def test_what_errors_tell_people_to_set_is_in_the_configuration() -> None:
+    """Not seen: keys that are put together, and texts that are made before they are raised."""
+    fields = CampaignConfig.model_fields
+    sections = {n: f.annotation for n, f in fields.items() if hasattr(f.annotation, "model_fields")}
+    named = re.compile(rf"(?<![\w./])({'|'.join(sections)})\.([a-z_]+)")
+    found = {(section, key) for text in raised_texts() for section, key in named.findall(text)}
+    assert len(found) > 30
+    assert not [f"{section}.{key}" for section, key in found if not hasattr(sections[section](), key)]

@@ -55,11 +55,11 @@ class ExperienceBuffer:
             raise ValueError(
                 f"campaign must be a name without braces, got {campaign!r}. Rename the campaign."
             )
-        for name, value in (("max_attempts", max_attempts), ("capacity_bytes", capacity_bytes)):
+        for key, value in (("max_attempts", max_attempts), ("capacity_mb", capacity_bytes)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}. Raise buffer.{name}.")
+                raise ValueError(f"buffer.{key} must be above 0, got {value}. Raise it.")
         if lease_seconds < 0.001:  # the server counts milliseconds; 0 would take live leases away
-            raise ValueError(f"lease_seconds must be at least 0.001, got {lease_seconds}. Raise it.")
+            raise ValueError(f"rollout.lease_seconds must be at least 0.001, got {lease_seconds}. Raise it.")
         self.campaign = campaign
         self.lease_seconds = lease_seconds
         self._terms = [int(lease_seconds * 1000), max_attempts]
@@ -215,7 +215,7 @@ class ExperienceBuffer:
                 f"the lease of item {lease.item.item_id} must be held to publish, got attempt "
                 f"{lease.attempt} of {lease.worker}, which was taken over, returned, settled or dropped. "
                 "Discard the groups and lease again; if this is frequent, renew more often or raise "
-                "buffer.lease_seconds."
+                "rollout.lease_seconds."
             )
         return int(reply[1])
 

@@ -186,7 +186,7 @@ class Server:
                 raise BufferFull(
                     f"{what} must find room within {timeout_seconds:g} s, got {cause}. Check that scorers "
                     "run beside the workers and that trained iterations are dropped, or raise "
-                    "buffer.capacity_bytes or the server's maxmemory."
+                    "buffer.capacity_mb or the server's maxmemory."
                 )
             time.sleep(pause)
             pause = min(pause * 2, 0.25)
