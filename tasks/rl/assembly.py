@@ -26,9 +26,7 @@ def assemble_frame(
     Every row of ``frame`` (a ``ScoredFrame``) is either in the result or counted under one reason, of which
     ``KEPT`` is none. The result does not depend on the order of ``frame``.
     """
-    frame = frame.sort(SAMPLE).with_columns(reason=_rejection(config, policy_version))
-    if quota := config.rollout.quota_groups:
-        frame = frame.with_columns(reason=_beyond(quota, config))
+    frame = _with_reasons(frame, config, policy_version)
     rejected = _counts(frame.filter(pl.col("reason") != ""))
     admitted = frame.filter(pl.col("reason") == "")
     admitted, without_signal = _with_advantages(_with_rewards(admitted, config, iteration), config)
@@ -51,6 +49,13 @@ def newest_version(frame: pl.DataFrame) -> int:
     """The newest version that sampled any token; -1 of no rows."""
     last = pl.col("version_spans").list.last().struct.field("policy_version")
     return frame.select(pl.coalesce(last, "policy_version").max().fill_null(-1)).item()
+
+
+def _with_reasons(frame: pl.DataFrame, config: CampaignConfig, policy_version: int) -> pl.DataFrame:
+    """Sorted, with ``reason``: why a sample is not trained, whatever its group's rewards are; else empty."""
+    frame = frame.sort(SAMPLE).with_columns(reason=_rejection(config, policy_version))
+    quota = config.rollout.quota_groups
+    return frame.with_columns(reason=_beyond(quota, config)) if quota else frame
 
 
 def _rejection(config: CampaignConfig, policy_version: int) -> pl.Expr:
@@ -84,11 +89,7 @@ def sample_fates(
     frame: pl.DataFrame, train: pl.DataFrame, config: CampaignConfig, *, policy_version: int
 ) -> pl.DataFrame:
     """``frame`` with a column ``fate``: ``trained`` for the rows of the sealed ``train``, else why not."""
-    frame = frame.sort(SAMPLE).with_columns(
-        reason=_rejection(config, policy_version), failure=pl.col("reason")
-    )
-    if quota := config.rollout.quota_groups:
-        frame = frame.with_columns(reason=_beyond(quota, config))
+    frame = _with_reasons(frame.with_columns(failure="reason"), config, policy_version)
     trained = train.select(*SAMPLE, "advantage", "minibatch", is_trained=pl.lit(True))
     admitted = (pl.col("reason") == "").sum().over(GROUP)
     filters = config.algorithm.overlong == "filter"
