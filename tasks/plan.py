@@ -29,9 +29,9 @@ NUM_VERSIONS = 20
 def nodes(config: CampaignConfig) -> list[Nodes]:
     """What the campaign keeps while it runs; graph, environments and scoring share a node each."""
     trainer = placement.TRAINER_OF[config.train.topology]
-    shards = 1 if isinstance(config.buffer.url, str) else len(config.buffer.url)
     numbers = ((trainer, TOPOLOGIES[config.train.topology][0]), (placement.ROLLOUT, config.rollout.workers),
-               (placement.REWARD, 1), (placement.MEMORY, shards), (placement.CPU, 1))  # fmt: skip
+               (placement.REWARD, 1), (placement.MEMORY, len(config.buffer.urls)),
+               (placement.CPU, 1))  # fmt: skip
     return [
         Nodes(what=pool.name, instance=pool.instance, number=number, is_spot=pool.is_spot)
         for pool, number in numbers

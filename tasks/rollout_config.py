@@ -184,9 +184,14 @@ class BufferConfig(Section):
     max_attempts: int = Field(default=5, ge=1)
     """Leases of one portion before it is set aside as poisoned."""
 
+    @property
+    def urls(self) -> list[str]:
+        """A server each."""
+        return [self.url] if isinstance(self.url, str) else self.url
+
     @model_validator(mode="after")
     def _a_password_file_needs_a_user(self) -> Self:
-        for url in [self.url] if isinstance(self.url, str) else self.url:
+        for url in self.urls:
             user = url.partition("://")[2].partition("@")
             if self.password_file and (not user[1] or ":" in user[0]):
                 raise ValueError(

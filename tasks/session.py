@@ -113,8 +113,7 @@ def buffer_urls(config: CampaignConfig) -> list[str]:
 
 
 def _addresses(config: CampaignConfig) -> list[str]:
-    named = [config.buffer.url] if isinstance(config.buffer.url, str) else config.buffer.url
-    return [_server(config, shard, url) for shard, url in enumerate(named)]
+    return [_server(config, shard, url) for shard, url in enumerate(config.buffer.urls)]
 
 
 def _server(config: CampaignConfig, shard: int, url: str) -> str:
