@@ -182,10 +182,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def bench_campaign(options: argparse.Namespace) -> None:
     """Bytes that each version of a finished campaign added, and would have added whole."""
-    from tasks.artifacts.lineage import added_bytes, newest_lineage
-    from tasks.artifacts.store import open_store
+    from tasks.artifacts.lineage import added_bytes, open_lineage
 
-    store = open_store(options.store, newest_lineage(options.store, options.campaign))
+    store = open_lineage(options.store, options.campaign)
     manifests = store.history()
     print("| version | weights, full | weights, added | share | everything added |\n|---|---|---|---|---|")
     for before, manifest in itertools.pairwise(manifests):

@@ -172,13 +172,14 @@ def _pair(old: Any, new: Any) -> list[Any] | str:
     return "equal" if old == new else [old, new]
 
 
-def newest_lineage(address: str, campaign: str, *, endpoint_url: str = "") -> str:
-    """``laptop`` -> ``laptop.0002``; a name with its lineage stays as it is."""
-    if re.fullmatch(r".+\.\d{4}", campaign):
-        return campaign
-    known = lineages(open_store(address, campaign, endpoint_url=endpoint_url))
-    if not known:
-        raise ValueError(
-            f"campaign must have been started in {address}, got none named {campaign!r}. Check the spelling."
-        )
-    return f"{campaign}.{known[-1]:04d}"
+def open_lineage(address: str, campaign: str, *, endpoint_url: str = "") -> "PolicyStore":
+    """Of ``laptop.0002`` that lineage, of ``laptop`` the newest."""
+    if not re.fullmatch(r".+\.\d{4}", campaign):
+        known = lineages(open_store(address, campaign, endpoint_url=endpoint_url))
+        if not known:
+            raise ValueError(
+                f"campaign must have been started in {address}, got none named {campaign!r}. Check the "
+                "spelling."
+            )
+        campaign = f"{campaign}.{known[-1]:04d}"
+    return open_store(address, campaign, endpoint_url=endpoint_url)

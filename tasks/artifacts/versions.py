@@ -21,8 +21,8 @@ import yaml
 
 from tasks.artifacts import lineage, retention
 from tasks.artifacts.errors import CacheFull, CorruptArtifact, StoreError
-from tasks.artifacts.lineage import newest_lineage
-from tasks.artifacts.store import PolicyStore, open_store
+from tasks.artifacts.lineage import open_lineage
+from tasks.artifacts.store import PolicyStore
 from tasks.session import require_existing
 
 
@@ -30,8 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     require_existing(options.store)
     try:
-        campaign = newest_lineage(options.store, options.campaign, endpoint_url=options.endpoint_url)
-        store = open_store(options.store, campaign, endpoint_url=options.endpoint_url)
+        store = open_lineage(options.store, options.campaign, endpoint_url=options.endpoint_url)
         sys.stdout.write(_COMMANDS[options.command](store, options))
     except (ValueError, LookupError, StoreError, CorruptArtifact, CacheFull) as error:
         raise SystemExit(str(error)) from None

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tasks.artifacts.errors import StoreError
-from tasks.artifacts.lineage import newest_lineage
-from tasks.artifacts.store import PolicyStore, open_store
+from tasks.artifacts.lineage import open_lineage
+from tasks.artifacts.store import PolicyStore
 from tasks.experience.archive import archive_key
 from tasks.experience.ledger import sample_id
 from tasks.session import require_existing
@@ -107,8 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     require_existing(options.store)
     try:
-        campaign = newest_lineage(options.store, options.campaign, endpoint_url=options.endpoint_url)
-        store = open_store(options.store, campaign, endpoint_url=options.endpoint_url)
+        store = open_lineage(options.store, options.campaign, endpoint_url=options.endpoint_url)
         made = made_of(store, options.version)
     except (ValueError, LookupError, StoreError) as error:
         raise SystemExit(str(error)) from None
