@@ -38,31 +38,32 @@ class SchemaViolation(ValueError):
     """Rows that break a rule of a stage boundary."""
 
 
-def _lists_without_null() -> pl.Expr:
-    """Whether each value in each list is one; where a list itself may be null, its column says so."""
-    return pl.all_horizontal(cs.list().list.eval(pl.element().is_not_null()).list.all().fill_null(True))
-
-
-class PromptFrame(pa.DataFrameModel):
-    """One prompt group of a work item."""
-
-    iteration: int = pa.Field(ge=0)
-    prompt_id: str = pa.Field(unique=True)
-    prompt_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
+class Strict(pa.DataFrameModel):
+    """Exactly the columns that are declared, and in a list no null; where a list itself may be null, its
+    column says so."""
 
     class Config(pa.DataFrameModel.Config):
         strict = True
 
     @pa.dataframe_check
     def no_list_holds_a_null(cls, data: PolarsData) -> pl.LazyFrame:
-        return data.lazyframe.select(_lists_without_null())
+        is_value = cs.list().list.eval(pl.element().is_not_null()).list.all().fill_null(True)
+        return data.lazyframe.select(pl.all_horizontal(is_value))
+
+
+class PromptFrame(Strict):
+    """One prompt group of a work item."""
+
+    iteration: int = pa.Field(ge=0)
+    prompt_id: str = pa.Field(unique=True)
+    prompt_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
 
     @pa.dataframe_check
     def prompt_is_not_empty(cls, data: PolarsData) -> pl.LazyFrame:
         return data.lazyframe.select(pl.col("prompt_ids").list.len() > 0)
 
 
-class Recorded(pa.DataFrameModel):
+class Recorded(Strict):
     """A response: its tokens with the log-probabilities of the distribution that was sampled, one value each,
     and what is recorded beside them, where asked.
 
@@ -81,13 +82,6 @@ class Recorded(pa.DataFrameModel):
     prompt_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
     response_ids: pl.List(pl.Int32)  # pyright: ignore[reportInvalidTypeForm]
     behavior_logprob: pl.List(pl.Float32)  # pyright: ignore[reportInvalidTypeForm]
-
-    class Config(pa.DataFrameModel.Config):
-        strict = True
-
-    @pa.dataframe_check
-    def no_list_holds_a_null(cls, data: PolarsData) -> pl.LazyFrame:
-        return data.lazyframe.select(_lists_without_null())
 
     @pa.dataframe_check
     def sample_ids_are_unique(cls, data: PolarsData) -> pl.LazyFrame:
