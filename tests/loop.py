@@ -124,7 +124,7 @@ class Loop:
         self.tokenizer.save_pretrained(folder)
         self.scorer = make_scorer(config, self.environment, self.tokenizer)
         self.truth = make_scorer(config, self.environment, self.tokenizer, is_truth=True)
-        self.dialogue = make_dialogue(config, folder)
+        self.dialogue = make_dialogue(config, folder, self.environment)
         torch.use_deterministic_algorithms(True)
         self.folder, self.params = folder, sampling_params(config.rollout, folder)
         self.model = load_policy(folder, dispatcher=LocalDispatcher()).train()

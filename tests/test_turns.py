@@ -9,9 +9,10 @@ from tasks.engine.make import make_dialogue
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sglang_format import request_body
 from tasks.engine.turns import Dialogue, turn_seed
-from tasks.environment_config import CalculatorConfig
+from tasks.environment_config import CalculatorConfig, EnvironmentConfig
 from tasks.environments.calculator import CalculatorEnvironment, evaluate
 from tasks.environments.demonstrations import demonstrated
+from tasks.environments.make import make_environment
 from tasks.environments.scorer import Sample, Scorer
 from tasks.policy.models.chat import Chat
 from tasks.policy.models.tokenizer import character_tokenizer
@@ -238,8 +239,9 @@ def test_what_is_no_arithmetic_is_refused(expression):
 def test_only_an_environment_that_answers_gets_a_dialogue(tmp_path):
     TOKENIZER.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
-    assert make_dialogue(CampaignConfig(), tmp_path) is None
+    digits = make_environment(EnvironmentConfig(), seed=0)
+    assert make_dialogue(CampaignConfig(), tmp_path, digits) is None
     config = CampaignConfig.model_validate({"environment": {"name": "calculator"}})
-    dialogue = make_dialogue(config, tmp_path)
+    dialogue = make_dialogue(config, tmp_path, CALCULATOR)
     assert (dialogue.max_turns, dialogue.room) == (2, 64)
     assert dialogue.replies([("0~1+2", ("=1+2",))]) == [(True, "3")]

@@ -30,7 +30,7 @@ def held_out_score(run: CampaignRun, folder: Path, version: int, *, iteration: i
     engine = make_engine(run.config.rollout, dtype=run.config.model.dtype)
     engine.load(folder, version)
     scorer = make_scorer(run.config, environment, tokenizer, is_truth=True)
-    dialogue = make_dialogue(run.config, folder)
+    dialogue = make_dialogue(run.config, folder, environment)
     scores: dict[bool, list[tuple[bool, float]]] = {}
     for greedy in (False, True):
         copies = 1 if greedy else SAMPLES_PER_PROMPT

@@ -18,6 +18,7 @@ from tasks.sglang_config import SglangConfig
 
 if TYPE_CHECKING:
     from tasks.engine.sglang import Fleet
+    from tasks.environments.protocol import Environment
 
 
 def make_engine(config: RolloutConfig, *, dtype: str) -> Engine:
@@ -69,7 +70,11 @@ def make_workers(
 
         assert isinstance(engine, SglangEngine), "the configuration allows it for no other"
         engines += [engine.fleet.view() for _ in range(at_once - 1)]
-    rollout = config.rollout
+    rollout, environment = config.rollout, None
+    if config.environment.may_answer:
+        from tasks.environments.make import make_environment
+
+        environment = make_environment(config.environment, seed=config.seed)
     return [
         RolloutWorker(
             engine=one,
@@ -82,7 +87,7 @@ def make_workers(
             is_deterministic=config.train.deterministic and rollout.is_repeatable,
             keeps_partial=rollout.partial == "keep",
             quota_groups=rollout.quota_groups,
-            dialogue=make_dialogue(config, folder),
+            dialogue=make_dialogue(config, folder, environment),
             departure=departure,
             required_version=required_version,
         )
@@ -90,18 +95,14 @@ def make_workers(
     ]
 
 
-def make_dialogue(config: CampaignConfig, folder: Path) -> Dialogue | None:
-    """How the engine talks with the configured environment; None if the environment never answers."""
-    if not config.environment.may_answer:
-        return None
-    from tasks.environments.make import make_environment
+def make_dialogue(config: CampaignConfig, folder: Path, environment: "Environment | None") -> Dialogue | None:
+    """How the engine talks with the campaign's environment; None if that never answers, or was not made."""
     from tasks.environments.protocol import is_multi_turn
     from tasks.environments.replies import environment_replies
     from tasks.policy.models.chat import Chat
     from tasks.policy.models.tokenizer import context_room, load_tokenizer
 
-    environment = make_environment(config.environment, seed=config.seed)
-    if not is_multi_turn(environment) or environment.max_turns == 1:
+    if environment is None or not is_multi_turn(environment) or environment.max_turns == 1:
         return None
     return Dialogue(
         chat=Chat(load_tokenizer(folder)),
