@@ -18,7 +18,7 @@ from families import saved, tiny_policy
 from publishing import manifest, put_folder
 from ranks import run_ranks
 from safetensors.torch import load_file
-from test_preemption import attempt, made, make_job
+from test_preemption import attempt, made, make_job, told_at
 from test_sharding import optimizer_of, step
 from test_update import train_batch
 from torch import Tensor
@@ -313,3 +313,18 @@ def test_an_update_fetches_what_each_node_owns_of_policy_and_critic_and_keeps_no
             assert {path.name for path in folder.glob("*.safetensors")} == {
                 f"{stem}-{part}-of-00002.safetensors" for stem in ("model", "optimizer") for part in parts
             }
+
+
+def test_an_unfinished_update_is_fetched_by_what_each_node_owns(store_folder, tmp_path):
+    job = make_job("left", store_folder, {}, minibatches=2)
+    codes, said = attempt(job, tmp_path, told_at(1))
+    assert codes == [143, 143], said
+    codes, said = attempt(job, tmp_path, a_node_a_rank(str(tmp_path)))
+    assert codes == [0, 0] and "goes on behind 1 mini-batches" in said, said
+    for rank in range(2):
+        (folder,) = (tmp_path / str(rank) / job[0].campaign).glob("unfinished-*")
+        assert {path.name for path in folder.glob("*.safetensors")} == {
+            f"{stem}-{part}-of-00002.safetensors"
+            for stem in ("model", "optimizer")
+            for part in ("dense-00001", f"{rank + 1:05d}")
+        }

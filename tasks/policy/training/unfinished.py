@@ -21,6 +21,9 @@ from tasks.artifacts.errors import CacheFull, CorruptArtifact, NotFound
 from tasks.artifacts.owned import Checkpoint
 from tasks.artifacts.unfinished import Trained, UnfinishedUpdate, UpdateIdentity, unfinished_updates
 from tasks.config import CampaignConfig
+from tasks.policy.checkpoint.upload import STEMS
+from tasks.policy.checkpoint.weights import shard_name
+from tasks.policy.parallel.mesh import ParallelMesh
 from tasks.policy.ranks.stopping import EXIT_CODE, StopAgreed, StopRequest
 from tasks.policy.training.epoch import Position, train
 from tasks.policy.training.trainee import Trainee
@@ -47,9 +50,11 @@ class Prepared:
 class Attempt:
     """One attempt at an update: what an earlier one left, and how this one leaves something. Collective."""
 
-    def __init__(self, store: PolicyStore, identity: UpdateIdentity, stop: StopRequest) -> None:
+    def __init__(
+        self, store: PolicyStore, identity: UpdateIdentity, stop: StopRequest, mesh: ParallelMesh
+    ) -> None:
         self._store, self._identity, self.stop = store, identity, stop
-        self.left = _find(store, identity)
+        self.left = _find(store, identity, mesh)
 
     def left_of(self, model: Trained) -> UnfinishedUpdate | None:
         """What is left of a model's pass, if that had begun."""
@@ -156,7 +161,7 @@ def identity_of(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) -> U
     )
 
 
-def _find(store: PolicyStore, identity: UpdateIdentity) -> UnfinishedUpdate | None:
+def _find(store: PolicyStore, identity: UpdateIdentity, mesh: ParallelMesh) -> UnfinishedUpdate | None:
     """What an earlier attempt at this update left, if it is whole; the same answer on every rank."""
     found: list[Any] = [_chosen(store, identity) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, src=0)
@@ -164,7 +169,7 @@ def _find(store: PolicyStore, identity: UpdateIdentity) -> UnfinishedUpdate | No
         return None
     record = UnfinishedUpdate.model_validate_json(found[0])
     faults: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(faults, _pull(store, record))
+    dist.all_gather_object(faults, _pull(store, record, mesh))
     fault = next((text for text in faults if text), "")
     if dist.get_rank() == 0:
         say("resume", f"an unfinished update is ignored: {fault}" if fault else f"goes on {record.text()}")
@@ -187,14 +192,16 @@ def _chosen(store: PolicyStore, identity: UpdateIdentity) -> str | None:
     return chosen
 
 
-def _pull(store: PolicyStore, record: UnfinishedUpdate) -> str:
-    """Fetch and verify its files; what is wrong with them, if anything is."""
-    folder = _folder(store, record)
+def _pull(store: PolicyStore, record: UnfinishedUpdate, mesh: ParallelMesh) -> str:
+    """Fetch and verify its files; what is wrong with them, if anything is. The experts of other ranks stay in
+    the store: whoever goes on with it owns what it stored."""
+    folder, ranks = _folder(store, record), range(mesh.copy_size)
+    others = {shard_name(r, len(ranks), stem=stem) for r in ranks if r != mesh.copy_rank for stem in STEMS}
     if record.files:
         store.cache.lease(folder)
     try:
-        for name, file in record.files.items():
-            store.cache.link(name, file, folder)
+        for name in sorted(record.files.keys() - others):
+            store.cache.link(name, record.files[name], folder)
         store.cache.read("columns", record.columns)
     except (CorruptArtifact, NotFound, CacheFull) as error:
         return str(error)

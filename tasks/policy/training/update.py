@@ -66,7 +66,7 @@ def update_on_ranks(
         clock.lap("start_up")
         progress.at("load")
         parent = store.manifest(policy)
-        attempt = Attempt(store, identity_of(run, batch, policy), stop)
+        attempt = Attempt(store, identity_of(run, batch, policy), stop, mesh)
         is_held = resident.holds(parent, config) and attempt.left_of("policy") is None
         if not is_held:
             resident.let_go()
