@@ -61,7 +61,7 @@ def _plan(folder: Path, ports: list[int]) -> Launch:
         shutil.rmtree(quorum)
     _write_credentials_once(folder / "s3.json")
     # data below the folder that it starts in, whose name may hold a comma, which would begin another folder
-    argv = [_binary(), "server", f"-dir={data.name}", f"-ip={HOST}", f"-ip.bind={HOST}"]
+    argv = [_binary(), "-logtostderr", "server", f"-dir={data.name}", f"-ip={HOST}", f"-ip.bind={HOST}"]
     argv += [
         f"-master.port={port['master']}",
         f"-master.port.grpc={port['master_grpc']}",
