@@ -166,8 +166,9 @@ class TorchElasticTask(PytorchElasticFunctionTask):
         try:
             results = elastic_launch(config, run_rank)(RANK_SERVER.changes(), function, inputs)
         except ChildFailedError as failed:
-            _, first = failed.get_first_failure()
-            raise FlyteUserRuntimeException(failed, timestamp=first.timestamp) from failed
+            rank, first = failed.get_first_failure()
+            # torch has logged each rank's traceback, and would have this one end with it five times again
+            raise FlyteUserRuntimeException(_said(rank, first.message), timestamp=first.timestamp) from None
         except OSError as error:
             _require_shared_memory(settings.nproc_per_node, error)
             raise
@@ -187,6 +188,12 @@ class TorchElasticTask(PytorchElasticFunctionTask):
                 "the training's processes got a signal to stop. Run the campaign again to go on."
             )
         return super().post_execute(user_params, rval)
+
+
+def _said(rank: int, message: Any) -> RuntimeError:
+    """``message``: torch's record of an exception, or a text where a signal ended the rank."""
+    text = message["message"] if isinstance(message, dict) else message
+    return RuntimeError(f"rank {rank} of the training failed. {text}")
 
 
 def _require_shared_memory(num_ranks: int, error: OSError) -> None:

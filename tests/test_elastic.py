@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 
 import pytest
 from flytekit import task
@@ -59,8 +61,12 @@ def test_the_error_of_a_rank_reaches_whoever_ran_the_task_and_no_folder_stays(tm
     """An empty folder a training, hundreds a campaign, stayed on the temporary disk."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     look(name="X")
-    with pytest.raises(Exception, match=r"rank \d must be well, got ill"):
+    with pytest.raises(Exception) as caught:
         fail()
+    said = "".join(traceback.format_exception(caught.value))
+    assert re.search(r"rank (\d) of the training failed\. ValueError: rank \1 must be well, got ill\n$", said)
+    assert said.count("must be well, got ill") == 1  # each rank's traceback was in it five times
+    assert str(elastic._said(1, "Signal 9 (SIGKILL)")) == "rank 1 of the training failed. Signal 9 (SIGKILL)"
     assert not [*tmp_path.glob("torchelastic_*"), *tmp_path.glob("moe-rl-ranks-*")]
 
 
