@@ -9,9 +9,16 @@ from flytekit import task
 
 from tasks import placement
 from tasks.artifacts.catalogue import config_of, keep_config, lineage_key, lineages
-from tasks.artifacts.critics import publish_critic
+from tasks.artifacts.critics import publish_critic, require_critic
 from tasks.artifacts.errors import ObjectConflict
-from tasks.config import IMMUTABLE_SECTIONS, CampaignConfig, ConfigError, changes, with_overrides
+from tasks.config import (
+    FIXED_BY_TRAINING,
+    IMMUTABLE_SECTIONS,
+    CampaignConfig,
+    ConfigError,
+    changes,
+    with_overrides,
+)
 from tasks.experience.set_aside import owners, set_aside
 from tasks.records import CampaignRun, CampaignState, Candidate, Evaluation, PolicyVersion, SampleArchive
 from tasks.say import say
@@ -187,7 +194,8 @@ def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun, environment:
         return
     manifest = store.manifest(head)
     changed = changes(config_of(store, manifest.config_digest), run.config)
-    fixed = {name: values for name, values in changed.items() if name.split(".")[0] in IMMUTABLE_SECTIONS}
+    names = (*IMMUTABLE_SECTIONS, *(FIXED_BY_TRAINING if manifest.iteration else ()))
+    fixed = {name: values for name, values in changed.items() if {name, name.split(".")[0]} & {*names}}
     if fixed:
         listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in fixed.items())
         raise ConfigError(
@@ -196,6 +204,11 @@ def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun, environment:
         )
     from tasks.artifacts.cursor import require_same_data
 
-    require_same_data(manifest, environment.fingerprint())
+    try:
+        require_same_data(manifest, environment.fingerprint())
+        if run.config.algorithm.advantage == "gae":
+            require_critic(manifest)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     for name, (old, new) in changed.items():
         say("resume", f"{name} changed since version {head.version}: {old!r} -> {new!r}")

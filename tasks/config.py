@@ -28,6 +28,8 @@ from tasks.train_config import TrainConfig
 
 IMMUTABLE_SECTIONS = ("seed", "model", "environment", "warm_start")
 """What a campaign may not change when it resumes: its versions would no longer be one lineage."""
+FIXED_BY_TRAINING = ("train.freeze_router",)
+"""Nor these behind its first iteration, whose optimizer has a state of exactly the weights that it trains."""
 
 
 class ConfigError(click.UsageError, ValueError):

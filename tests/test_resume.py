@@ -6,7 +6,7 @@ from tasks.artifacts.manifest import Manifest
 from tasks.artifacts.store import PolicyStore, open_store
 from tasks.checkpoint import open_campaign, resume
 from tasks.checkpoint import publish as publish_version
-from tasks.config import CampaignConfig, with_overrides
+from tasks.config import CampaignConfig, ConfigError, with_overrides
 from tasks.experience.records import Group, WorkItem
 from tasks.records import CampaignRun, Candidate, TrainBatch
 from tasks.reporting.collect import campaign_ledger
@@ -206,3 +206,26 @@ def test_the_effective_configuration_is_stored_by_digest(run, store_folder):
         f"config/{opened.config.digest()}.json"
     )
     assert CampaignConfig.model_validate_json(stored).schedule.iterations == 7
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        (
+            "algorithm__advantage",
+            "gae",
+            r"version 2 must have been trained with a critic .* got 1 iterations",
+        ),
+        ("train__freeze_router", True, r"may not change these: train.freeze_router was False, is True"),
+    ],
+)
+def test_what_the_first_iteration_settled_is_refused_before_anything_is_sampled(run, field, value, words):
+    """The training refused it, behind a whole iteration's samples."""
+    arguments = {"name": None, "iterations": None, "learning_rate": None, "store": None, "fresh": False}
+    opened = open_campaign.task_function(run.config, **arguments)
+    other = with_overrides(run.config, **{field: value})
+    publish(opened, 2)  # version 0 and its warm start, which settles neither
+    assert open_campaign.task_function(other, **arguments).campaign == opened.campaign
+    publish(opened, 3)
+    with pytest.raises(ConfigError, match=words):
+        open_campaign.task_function(other, **arguments)

@@ -21,17 +21,22 @@ def critic_store(run: CampaignRun) -> "PolicyStore":
     return open_store(run.config, f"{run.campaign}.critic")
 
 
+def require_critic(policy: Manifest) -> None:
+    """Refuse to go on with a critic where iterations were trained without."""
+    if policy.iteration and not policy.critic:
+        raise ValueError(
+            f"policy version {policy.version} must have been trained with a critic to go on with one, got "
+            f"{policy.iteration} iterations without. Restore algorithm.advantage, or start a new lineage "
+            "with --fresh."
+        )
+
+
 def find_critic(
     run: CampaignRun, policies: "PolicyStore", policy: Manifest
 ) -> tuple[Checkpoint, Manifest] | None:
     """Checkpoint and manifest of the critic that goes on with ``policy``; None before the first iteration."""
+    require_critic(policy)
     if not policy.critic:
-        if policy.iteration:
-            raise ValueError(
-                f"policy version {policy.version} must have been trained with a critic to go on with one, "
-                f"got {policy.iteration} iterations without. Restore algorithm.advantage, or start a new "
-                "lineage with --fresh."
-            )
         return None
     critics = critic_store(run)
     version = publish_critic(run, policies, policy)  # again, if a killed run did not come to it
