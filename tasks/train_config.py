@@ -55,10 +55,11 @@ class TrainConfig(Section):
     packing: Literal["padded", "packed"] = "padded"
     """``packed`` lays the samples of a micro-batch one after another in one row, without padding; attention
     stays inside a sample."""
-    logprob_kernel: Literal["torch", "fused"] = "torch"
-    """``fused`` computes log-probabilities and entropies without all logits; CUDA only, like the others."""
+    logprob_kernel: Literal["torch", "chunked", "fused"] = "torch"
+    """``torch`` holds all logits of a micro-batch; the others compute log-probabilities and entropies from a
+    chunk of them at a time: ``chunked`` on CPU, ``fused`` in one pass each and, like all kernels, on CUDA."""
     logprob_keep_gb: float = Field(default=0.0, ge=0)
-    """Logits that ``fused`` keeps from forward to backward instead of computing them again there."""
+    """Logits that these keep from forward to backward instead of computing them again there."""
     expert_kernel: Literal["torch", "fused"] = "torch"
     """``fused`` permutes rows and applies SwiGLU and routing weights in one pass each."""
     norm_kernel: Literal["torch", "fused"] = "torch"
@@ -203,5 +204,15 @@ class TrainConfig(Section):
             raise ValueError(
                 f"fused kernels need CUDA and so backend 'nccl', got backend={self.backend!r}, "
                 f"{self.kernels}. Set the kernels to 'torch' or the backend to 'nccl'."
+            )
+        if self.logprob_kernel == "chunked" and self.backend == "nccl":
+            raise ValueError(
+                "logprob_kernel 'chunked' is for CPUs, got backend='nccl'. Set it to 'fused', which works in "
+                "chunks as well."
+            )
+        if self.logprob_keep_gb and self.logprob_kernel == "torch":
+            raise ValueError(
+                "logprob_keep_gb must be 0 with logprob_kernel 'torch', which keeps all logits, got "
+                f"{self.logprob_keep_gb}. Leave it out, or set logprob_kernel to 'chunked' or 'fused'."
             )
         return self

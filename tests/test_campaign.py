@@ -151,6 +151,9 @@ EVERY_TRAINING_OPTION = {
     "micro_batch_tokens": 256,
     "activation_checkpointing": True,
     "router_aux_loss_coefficient": 0.01,
+    "logprob_kernel": "chunked",
+    "logprob_keep_gb": 1e-4,
+    "offload_optimizer": True,
 }
 
 
@@ -162,6 +165,7 @@ def test_a_campaign_goes_on_with_another_mesh_and_every_training_option(referenc
     digests, before = onwards.digests(), reference.digests()
     assert digests[:5] == before and len(set(digests)) == 6
     first, trained = (line["metrics"] for line in onwards.metrics()[-2:])
+    assert "kernels: logprob chunked" in onwards.output
     assert trained["router_aux_loss_coefficient"] == 0.01 and trained["router_balance"] >= 0.99
     assert trained["skipped_steps"] == 0 and trained["kl_k3"] < 0.1 and "router_balance" not in first
 

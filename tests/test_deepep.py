@@ -9,7 +9,7 @@ import copy
 import sys
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import deepep_reference
 import pytest
@@ -243,3 +243,70 @@ def test_another_library_than_the_settings_ask_for_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match=r"'expanded' must find .*2.1 or newer\), got deep_ep 2.0.0"):
         load_library(DeepEPConfig(layout="expanded"))
     assert load_library(DeepEPConfig()).__version__ == "2.0.0"
+
+
+class Legacy:
+    """Version 1's calls that size a buffer, and what they were given."""
+
+    calls: ClassVar[list[Any]] = []
+
+    class Config:
+        def __init__(self, factor: int):
+            self.factor = factor
+
+        def get_nvl_buffer_size_hint(self, row_bytes: int, num_ranks: int) -> int:
+            return self.factor * row_bytes * num_ranks
+
+        def get_rdma_buffer_size_hint(self, row_bytes: int, num_ranks: int) -> int:
+            return 10 * self.factor * row_bytes * num_ranks
+
+    @staticmethod
+    def set_num_sms(count: int) -> None:
+        Legacy.calls.append(("sms", count))
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        return Legacy.Config(2)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        return Legacy.Config(3)
+
+    def __init__(self, group: dist.ProcessGroup, **options: Any):
+        Legacy.calls.append(options)
+
+
+def check_first_collective(rank: int, world_size: int, api: str) -> None:
+    """The library takes the group's communicator as it finds it, and before a collective there is none."""
+    order: list[str] = []
+    real = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, **named: Any) -> None:
+        order.append("collective")
+        real(tensor, **named)
+
+    class Elastic(deepep_reference.ElasticBuffer):
+        def __init__(self, group: dist.ProcessGroup, **options: Any):
+            order.append("buffer")
+            super().__init__(group, **options)
+
+    class Old(Legacy):
+        def __init__(self, group: dist.ProcessGroup, **options: Any):
+            order.append("buffer")
+            super().__init__(group, **options)
+
+    dist.all_reduce = all_reduce
+    sys.modules["deep_ep"] = ModuleType("deep_ep")
+    sys.modules["deep_ep"].__dict__.update(ElasticBuffer=Elastic, Buffer=Old, __file__="/somewhere")
+    assert isinstance(dist.group.WORLD, dist.ProcessGroup)
+    make_deepep(dist.group.WORLD, DeepEPConfig(api=api, num_sms=10, num_qps=6), SHAPE)
+    assert order == ["collective", "buffer"]
+    if api == "legacy":  # 128 features of 2 bytes to 2 ranks, and the larger of both directions
+        row = 128 * 2 * 2
+        sizes = {"num_nvl_bytes": 3 * row, "num_rdma_bytes": 30 * row}
+        assert Legacy.calls == [("sms", 10), {**sizes, "num_qps_per_rank": 6, "explicitly_destroy": True}]
+
+
+@pytest.mark.parametrize("api", ["elastic", "legacy"])
+def test_a_buffer_is_built_behind_a_collective_with_the_resources_that_are_configured(api):
+    run_ranks(check_first_collective, 2, api)

@@ -90,6 +90,20 @@ def test_ranks_may_be_fewer_and_more_again_from_one_iteration_to_the_next(first,
     assert again.metrics["steps"] == 2 and again.tensor_digest != found[1].tensor_digest
 
 
+def test_an_update_names_the_rank_that_stands_still_with_its_phase_and_step(first, tmp_path):
+    run, policy = first
+    quick = run.model_copy(update={"config": with_overrides(run.config, train__stuck_after_seconds=1.5)})
+
+    def hurt() -> None:
+        disturbed(2, lambda rank, _stop: time.sleep(6) if rank == 1 else None)
+
+    codes, said = attempt((quick, train_batch(run, 0, policy.version, minibatches=4), policy), tmp_path, hurt)
+    assert codes == [0, 0], said
+    assert re.search(
+        r"watchdog +rank 1 stands still for \d+ s in phase mini-batch, step 2; 1 others", said
+    ), said
+
+
 def check_slow(rank: int, world_size: int) -> None:
     model = tiny_policy("qwen3_moe")
     attach_dispatcher(model, LocalDispatcher())

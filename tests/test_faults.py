@@ -24,6 +24,7 @@ from tasks.elastic import TrainingPreempted
 from tasks.policy.dispatch.dispatcher import LocalDispatcher
 from tasks.policy.parallel.experts import attach_dispatcher
 from tasks.policy.parallel.mesh import make_mesh
+from tasks.policy.ranks import process_group
 from tasks.policy.ranks.progress import BLOCKED, Progress, Sign, Watchdog, slow_ranks, standing_still
 from tasks.policy.step.trainer import make_optimizer
 from tasks.policy.training.epoch import train
@@ -241,3 +242,27 @@ def check_deadline(rank: int, world_size: int) -> None:
 
 def test_a_collective_that_a_rank_never_joins_fails_at_its_deadline():
     run_ranks(check_deadline, 2)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_every_group_of_a_training_has_the_configured_deadline_and_knows_its_device(backend, monkeypatch):
+    """With a device, NCCL makes communicators at once, and DeepEP takes a group's as it finds it."""
+    given: dict[str, Any] = {}
+    train = {"backend": backend, "collective_timeout_seconds": 77, "deterministic": False}
+    config = CampaignConfig.model_validate({"train": train})
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "1", "NCCL_DEBUG": "WARN"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: given.update(current=device))
+    monkeypatch.setattr(
+        process_group,
+        "rendezvous",
+        lambda *_, **named: given.update(met=named) or iter([(dist.HashStore(), 0, 2)]),
+    )
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **named: given.update(named))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with process_group.process_group(config):
+        pass
+    assert given["timeout"] == given["met"]["timeout"] == timedelta(seconds=77)
+    device = torch.device("cuda", 1) if backend == "nccl" else None
+    assert given["device_id"] == device and given.get("current") == device

@@ -25,10 +25,9 @@ from tasks.policy.parallel.distribute import distribute
 from tasks.policy.parallel.experts import attach_dispatcher
 from tasks.policy.parallel.fsdp import shard_parameters
 from tasks.policy.parallel.mesh import make_mesh
-from tasks.policy.parallel.packed import packed_attention_mask
 from tasks.policy.parallel.shards import whole_tensor
 from tasks.policy.step import logprobs
-from tasks.policy.step.logprobs import token_logprobs_and_entropy, without_logits
+from tasks.policy.step.logprobs import token_logprobs_and_entropy
 
 FUSED_FAMILIES = ["qwen3_moe", "deepseek_v3", "mixtral", "glm4_moe"]
 TURNS_HALVES = ["qwen3_moe", "mixtral", "glm4_moe"]
@@ -60,24 +59,10 @@ def step(
         ids_BL, mask_BL = ids_BL.view(1, -1), mask_BL.view(1, -1)
     else:
         mask_BL[1, -1:], mask_BL[2, :2] = 0, 0
-    if fused and device == "cpu":  # the choice is refused without CUDA; what it calls is not
-        model_mask: Any = mask_BL if position_BL is None else packed_attention_mask(model, position_BL)
-        position_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0) if position_BL is None else position_BL
-        inputs = {
-            "input_ids": ids_BL,
-            "attention_mask": model_mask,
-            "position_ids": position_BL,
-            "use_cache": False,
-        }
-        is_predicted_BM = (mask_BL[:, 1:] & mask_BL[:, :-1]).bool() & (position_BL[:, 1:] > 0)
-        target_BM = torch.where(is_predicted_BM, ids_BL[:, 1:], -1)
-        pair = without_logits()(model, inputs, target_BM, 0.8)
-        logprob_BL, entropy_BL = (torch.nn.functional.pad(x, (1, 0)) for x in pair)
-    else:
-        kernel = "fused" if fused else "torch"
-        logprob_BL, entropy_BL = token_logprobs_and_entropy(
-            model, ids_BL, mask_BL, 0.8, position_BL=position_BL, kernel=kernel
-        )
+    kernel = "torch" if not fused else "chunked" if device == "cpu" else "fused"
+    logprob_BL, entropy_BL = token_logprobs_and_entropy(
+        model, ids_BL, mask_BL, 0.8, position_BL=position_BL, kernel=kernel
+    )
     (logprob_BL.sum() - 0.1 * entropy_BL.square().sum()).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"logprob": logprob_BL.detach(), "entropy": entropy_BL.detach(), **gradients}
@@ -140,7 +125,7 @@ def test_fused_experts_norms_and_rotary_work_on_split_parameters():
 
 def check_fused_logprobs(rank: int, world_size: int, *args: Any) -> None:
     """The plain step's own check, with log-probabilities by the kernel's formula; forked, so it ends here."""
-    logprobs._from_logits = logprobs.without_logits()  # the choice itself is refused without CUDA
+    logprobs._from_logits = logprobs.without_logits()
     check_step(rank, world_size, *args)
 
 
@@ -204,6 +189,11 @@ def test_fused_kernels_are_refused_where_they_cannot_run():
 
     with pytest.raises(ValueError, match="fused kernels need CUDA"):
         TrainConfig(logprob_kernel="fused")
+    with pytest.raises(ValueError, match="logprob_kernel 'chunked' is for CPUs, got backend='nccl'"):
+        TrainConfig(backend="nccl", logprob_kernel="chunked")
+    with pytest.raises(ValueError, match=r"logprob_keep_gb must be 0 with logprob_kernel 'torch', .* got 1"):
+        TrainConfig(logprob_keep_gb=1)
+    assert TrainConfig(logprob_kernel="chunked", logprob_keep_gb=1).kernels["logprob"] == "chunked"
     assert TrainConfig(backend="nccl", norm_kernel="fused").kernels["norms"] == "fused"
     assert set(TrainConfig().kernels.values()) == {"torch"}
     for split in ({"fsdp": 2}, {"tp": 2}, {"cp": 2}, {"compute_dtype": "bfloat16"}):

@@ -20,6 +20,7 @@ from moe_kernels.rows import moe_permute, moe_unpermute, permute_weights
 from moe_kernels.swiglu import swiglu_weighted
 from ranks import run_ranks
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasks.policy.parallel.vocabulary import vocabulary_block
 
@@ -99,6 +100,42 @@ def test_kept_logits_change_nothing_and_a_second_backward_pass_finds_them_gone(k
     ].sum()
     (first,) = torch.autograd.grad(loss, hidden_TD, retain_graph=True)
     torch.testing.assert_close(torch.autograd.grad(loss, hidden_TD)[0], first, rtol=0, atol=0)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that is made inside, and of all that are handed to ``mm`` to write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements, self.written = 0, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mm and kwargs and "out" in kwargs:
+            self.written.append(kwargs["out"].numel())
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.untyped_storage().nbytes() // result.element_size())
+        return result
+
+
+@pytest.mark.parametrize(("keep", "made_again"), [(0, 4), (1, 3), (2, 2), (10, 0)])
+def test_no_tensor_of_tokens_by_vocabulary_is_ever_made(keep, made_again):
+    """Complaint 32: logits of a long sequence did not fit. Four chunks here, of which some may be kept."""
+    num_tokens, vocab, width = 512, 4 * 1024, 1024
+    kind = {"device": "cpu", "dtype": torch.float32}
+    weight_VD, ids_T = draw(vocab, 8, seed=1, **kind).requires_grad_(), torch.arange(num_tokens)
+    hidden_TD = draw(num_tokens, 8, seed=0, **kind).requires_grad_()
+    chunk = num_tokens * width * 4
+    with Largest() as forward:
+        logprob_T, entropy_T = selective_logprob_entropy(
+            hidden_TD, weight_VD, ids_T, temperature=1.0, chunk_bytes=chunk, keep_bytes=keep * chunk
+        )
+    with Largest() as backward:
+        (logprob_T.sum() + entropy_T.sum()).backward()
+    assert forward.elements == backward.elements == num_tokens * width or keep == 10
+    assert max(forward.elements, backward.elements) == num_tokens * width, "a chunk of logits"
+    logits = [count for count in backward.written if count == num_tokens * width]
+    assert len(logits) == made_again, "chunks that were not kept are computed again"
 
 
 def test_golden_logprob_and_entropy_by_hand():

@@ -21,8 +21,9 @@ from tasks.policy.parallel.context import model_inputs, my_block
 from tasks.policy.parallel.vocabulary import split_logprob_entropy, vocabulary_block
 from tasks.policy.step.head_rows import head_reads, spread
 
-LogprobKernel = Literal["torch", "fused"]
-"""``torch`` holds the logits of a whole micro-batch in float32; ``fused`` never does, and needs CUDA."""
+LogprobKernel = Literal["torch", "chunked", "fused"]
+"""``torch`` holds the logits of a whole micro-batch in float32; the others never do: ``chunked`` on CPU,
+``fused`` on CUDA."""
 
 ALTERED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Configuration fields of models whose logits are not just hidden states times the head's weights."""
@@ -59,11 +60,12 @@ def token_logprobs_and_entropy(
         is_predicted_BM = is_predicted_BM & wanted_BL[:, 1:]
     target_BM = torch.where(is_predicted_BM, input_ids_BL[:, 1:], -1)
     inputs = stage_inputs(model, input_ids_BL, attention_mask_BL, position_BL, hidden_BlD, cp_group)
-    if kernel == "fused" and not input_ids_BL.is_cuda:
+    if kernel != "torch" and (kernel == "fused") != input_ids_BL.is_cuda:
+        place, other = ("CUDA", "chunked") if kernel == "fused" else ("a CPU", "fused")
         raise ValueError(
-            f"logprob_kernel 'fused' must run on CUDA, got {input_ids_BL.device}. Set it to 'torch'."
+            f"logprob_kernel {kernel!r} must run on {place}, got {input_ids_BL.device}. Set it to {other!r}."
         )
-    read = without_logits(keep_gb) if kernel == "fused" else _from_logits
+    read = _from_logits if kernel == "torch" else without_logits(keep_gb)
     target_Bm = target_BM
     if cp_group is not None or row_N is not None:
         # the last position of a block predicts the first token of the next, which every rank knows
@@ -136,7 +138,7 @@ def without_logits(keep_gb: float = 0.0) -> Callable[..., tuple[Tensor, Tensor]]
         altered = [name for name in ALTERED_LOGITS if getattr(model.config, name, None)]
         if altered or getattr(head, "bias", None) is not None:
             raise ValueError(
-                "logprob_kernel 'fused' needs logits that are hidden states times weights, got "
+                "a logprob_kernel other than 'torch' needs logits that are hidden states times weights, got "
                 f"{type(model).__name__} with {', '.join(altered) or 'a bias'}. Set it to 'torch'."
             )
 
