@@ -23,7 +23,7 @@ class SglangConfig(Section):
     tp: int = Field(default=1, ge=1)
     """GPUs of one server. With ``moe_a2a`` or ``dp_attention`` the experts are spread over them."""
     ep: int = Field(default=1, ge=1)
-    """Expert-parallel size inside ``tp``."""
+    """Expert-parallel size: 1, or all of ``tp``."""
     dp_attention: bool = False
     """Each GPU attends to requests of its own; for models with few key-value heads (MLA)."""
     moe_a2a: Literal["none", "deepep"] = "none"
@@ -40,7 +40,8 @@ class SglangConfig(Section):
     cuda_graphs: bool = True
     """Worth 7x in decoding speed on an H200."""
     deterministic: bool = False
-    """Tokens depend on a sample's seed alone, whatever shares its batch; slower, and CUDA only."""
+    """Tokens depend on a sample's seed alone, whatever shares its batch. CUDA only, and slower: by 34 %
+    in its authors' measurements."""
     memory_share: float = Field(default=0.85, gt=0, lt=1)
     """Of the GPU's memory, for weights and key-value cache."""
     max_running_requests: int = Field(default=256, ge=1)
@@ -64,9 +65,10 @@ class SglangConfig(Section):
 
     @model_validator(mode="after")
     def _parallelism_is_one_sglang_has(self) -> Self:
-        if self.tp % self.ep:
+        if self.ep not in (1, self.tp):  # experts and widths split at once were seen to degenerate
             raise ValueError(
-                f"ep must divide tp, got ep={self.ep}, tp={self.tp}. Set ep to 1 or to {self.tp}."
+                "ep must be 1 or tp: where SGLang splits experts and their widths at once, responses were "
+                f"seen to degenerate, got ep={self.ep}, tp={self.tp}. Set ep to 1 or to {self.tp}."
             )
         if self.moe_a2a == "deepep" and self.ep != self.tp:
             raise ValueError(
@@ -82,6 +84,12 @@ class SglangConfig(Section):
             raise ValueError(
                 "cuda_graphs must be off with deepep_mode 'normal', whose counts reach the host in every "
                 "step. Set deepep_mode to 'auto' (graphs while decoding) or cuda_graphs to false."
+            )
+        if self.dp_attention and self.ep > 1 and self.moe_a2a == "none":
+            raise ValueError(
+                "dp_attention with ep above 1 needs moe_a2a 'deepep': over SGLang's own exchange its logits "
+                f"were wrong (sgl-project/sglang#23729), got ep={self.ep}, moe_a2a='none'. Set moe_a2a to "
+                "'deepep' or ep to 1."
             )
         if self.dp_attention and self.tp == 1:
             raise ValueError("dp_attention needs tp of at least 2, got tp=1. Raise tp or turn it off.")
@@ -102,6 +110,11 @@ class SglangConfig(Section):
                 )
         if self.deterministic and self.sampling != "pytorch":
             raise ValueError("deterministic needs sampling 'pytorch', which alone takes seeds. Set it so.")
+        if self.deterministic and self.attention == "torch_native":
+            raise ValueError(
+                "deterministic needs attention 'triton', 'fa3' or 'flashinfer', got 'torch_native', whose "
+                "sums depend on the batch. Set it to one of these."
+            )
         if self.quantization != "none" and self.urls:
             raise ValueError(
                 "quantization must be 'none' with urls: FP8 weights are not updated in place, and servers "

@@ -28,6 +28,15 @@ def test_every_shipped_campaign_is_valid_and_named_after_its_file(path):
     assert config.name == path.stem.replace("_", "-")
 
 
+@pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
+def test_a_campaign_that_trains_on_gpus_samples_on_them(path):
+    """One sampled a model of 30 billion parameters with the engine for machines without a GPU."""
+    config = load(**yaml.safe_load(path.read_text()))
+    assert (config.train.backend == "nccl") == (config.rollout.engine == "sglang")
+    if config.rollout.sglang.device == "cuda" and config.rollout.engine == "sglang":
+        assert config.rollout.sglang.cuda_graphs, "worth 7x in decoding"
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [

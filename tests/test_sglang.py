@@ -39,13 +39,15 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"tp": 8, "ep": 3}, "ep must divide tp"),
-        ({"tp": 8, "ep": 4, "moe_a2a": "deepep"}, "ep must equal tp"),
+        ({"tp": 8, "ep": 4}, "ep must be 1 or tp: .* Set ep to 1 or to 8"),
+        ({"tp": 8, "ep": 1, "moe_a2a": "deepep"}, "ep must equal tp"),
+        ({"tp": 8, "ep": 8, "dp_attention": True}, "needs moe_a2a 'deepep': .* wrong"),
         ({"deepep_mode": "low_latency"}, "deepep_mode goes with moe_a2a"),
         ({"tp": 8, "ep": 8, "moe_a2a": "deepep", "deepep_mode": "normal"}, "cuda_graphs must be off"),
         ({"dp_attention": True}, "tp of at least 2"),
         ({"device": "cpu"}, "torch_native"),
         ({"deterministic": True, "sampling": "flashinfer"}, "alone takes seeds"),
+        ({"deterministic": True, "attention": "torch_native"}, "sums depend on the batch"),
         ({"router_url": "http://router:1"}, "router_url needs urls"),
         ({"in_flight": "pause", "quantization": "fp8"}, "must not be 'pause' with quantized weights"),
         ({"quantization": "fp8", "urls": ["http://engine:1"]}, "FP8 weights are not updated in place"),
