@@ -76,10 +76,12 @@ def wanted(config: CampaignConfig, role: str) -> Wanted:
 def examine(run: CampaignRun, role: str) -> CampaignRun:
     """Read, judge and say; raises unless every check of the role passes."""
     from tasks.planning.facts import read
-    from tasks.planning.preflight import judge, require
+    from tasks.planning.preflight import in_use, judge, require
 
     want = wanted(run.config, role)
-    outcomes = judge(read(run.config, want, _cache(run.config)), want)
+    facts = read(run.config, want, _cache(run.config))
+    outcomes = judge(facts, want)
+    say("preflight", f"{role}: {in_use(facts)}")
     say("preflight", f"{role}: {sum(o.is_passed for o in outcomes)} of {len(outcomes)} checks pass")
     for outcome in outcomes:
         if not outcome.is_passed:
@@ -138,7 +140,7 @@ def preflight_task(config: CampaignConfig, role: str) -> Any:
 
 def main(arguments: Sequence[str]) -> int:
     from tasks.planning.facts import read
-    from tasks.planning.preflight import judge, table
+    from tasks.planning.preflight import in_use, judge, table
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -157,6 +159,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     outcomes = judge(facts, want)
     print(table(outcomes))
+    if options.role != "cluster":  # which reads no node
+        print(f"in use: {in_use(facts)}")
     refused = sum(not outcome.is_passed for outcome in outcomes)
     print(f"{options.role}: {len(outcomes) - refused} of {len(outcomes)} checks pass")
     return 1 if refused else 0

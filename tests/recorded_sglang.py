@@ -37,7 +37,7 @@ class Recorded(BaseHTTPRequestHandler):
         if state.get("is_dead"):
             return self.hang_up()
         if self.path.startswith("/v1/loads"):
-            return self.reply({"version": "0.5.17"})
+            return self.reply({"version": state.get("build", "0.5.17")})
         return self.reply({"is_generation": True, "weight_version": state["version"]})
 
     def do_POST(self):
@@ -45,6 +45,9 @@ class Recorded(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if state.get("is_dead"):
             return self.hang_up()
+        state.setdefault("told", []).append(self.path.lstrip("/"))
+        if self.path in ("/pause_generation", "/continue_generation"):
+            return self.reply({})
         if self.path == "/update_weights_from_disk":
             state.setdefault("updates", []).append(body)
             state.setdefault("running_at_update", []).append(state.get("running", 0))
@@ -58,7 +61,7 @@ class Recorded(BaseHTTPRequestHandler):
                 state["weights"] = zlib.crc32(content) + state.get("drift", 0)
             return self.reply({"success": True})
         if self.path == "/abort_request":
-            state.setdefault("aborted", []).append(body["rid"])
+            state.setdefault("aborted", []).append("all" if body.get("abort_all") else body["rid"])
             return self.reply({})
         state.setdefault("asked", []).extend(body["rid"])
         if body["rid"][0].startswith("probe-"):

@@ -115,6 +115,10 @@ def test_a_campaign_that_trains_on_gpus_samples_on_them(path):
             ["'deepep' sends bfloat16 rows between GPUs", "backend='gloo'", "'all_to_all'"],
         ),
         (
+            {"train": {"dispatcher": "deepep", "backend": "nccl"}},
+            ["'deepep' sends bfloat16 rows between GPUs", "compute_dtype='float32'", "'bfloat16'"],
+        ),
+        (
             {
                 "train": {
                     "dispatcher": "deepep",

@@ -23,6 +23,7 @@ from google.protobuf.json_format import MessageToDict
 from tasks import placement
 from tasks.config import CampaignConfig
 from tasks.records import CampaignRun, CampaignState, PolicyVersion
+from tasks.train import UPDATE_POLICY
 from workflows import campaign
 from workflows.reward_model import reward_model
 
@@ -203,6 +204,7 @@ def test_the_trainer_keeps_efa_hugepages_and_its_topology():
     assert template.type == "pytorch"
     custom = template.custom if isinstance(template.custom, dict) else MessageToDict(template.custom)
     assert custom["elasticConfig"]["nprocPerNode"] == 8 and custom["elasticConfig"]["maxReplicas"] == 16
+    assert {task.task_config.max_restarts for task in UPDATE_POLICY.values()} == {3}, "a killed rank's group"
 
 
 CAMPAIGNS = sorted((ROOT / "configs/campaigns").glob("*.yaml"))

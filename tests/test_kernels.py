@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_kernels import reference
+from moe_kernels.device import takes_triton
 from moe_kernels.logprob import selective_logprob_entropy
 from moe_kernels.norm import rms_norm
 from moe_kernels.rows import moe_permute, moe_unpermute, permute_weights
@@ -273,6 +274,15 @@ def test_swiglu_weighted_is_the_reference_and_never_reads_dead_rows(dtype, bound
     got = [got_PH, *torch.autograd.grad(got_PH, inputs, slope_PH)]
     for name, g, e in zip(("h", "d gate_up", "d weight"), got, expected, strict=True):
         assert relative_error(g[:live], e) <= bound, name
+        if not takes_triton(gate_up_PJ):  # which leaves dead rows unwritten
+            assert (g[live:] == 0).all(), f"{name}: a formula that meets NaN spreads it"
+
+
+def test_copies_in_half_precision_are_added_in_float32_and_rounded_once(device):
+    # 256 + 1 is no bfloat16 and rounds to 256, twice; in float32 the sum is 258, which is one
+    y_PD = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16, device=device)[:, None].expand(3, 16)
+    got_TD = moe_unpermute(y_PD.contiguous(), torch.tensor([[0, 1, 2]], device=device))
+    assert got_TD.dtype == torch.bfloat16 and (got_TD == 258).all()
 
 
 @pytest.mark.parametrize(

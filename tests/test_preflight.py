@@ -20,7 +20,7 @@ from tasks.config import CampaignConfig
 from tasks.planning import facts as reading
 from tasks.planning import two_ranks
 from tasks.planning.check import CHECKS, NODE
-from tasks.planning.preflight import PreflightFailed, judge, require, table
+from tasks.planning.preflight import PreflightFailed, in_use, judge, require, table
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = CampaignConfig.model_validate(yaml.safe_load((ROOT / "configs/campaigns/one_node.yaml").read_text()))
@@ -97,6 +97,19 @@ def refused(role: str, facts: dict[str, Any], **changes: Any) -> dict[str, str]:
 @pytest.mark.parametrize("role", preflight.ROLES)
 def test_a_right_node_passes(role: str) -> None:
     assert refused(role, good(role)) == {}
+
+
+def test_a_preflight_says_what_a_node_has_loaded_and_sends_through() -> None:
+    """Sockets, or a foreign package of DeepEP's name, must show also where nothing refuses them."""
+    text = in_use(good("trainer"))
+    for part in (
+        "network OFI efa (efa-direct), 16 devices", "8 GPUs, 16 EFA devices", "torch 2.12.1+cu130",
+        "deep_ep 2.0.0+874779c at /usr/lib/python3/site-packages/deep_ep/__init__.py",
+        "loaded: nccl /usr/lib/python3/site-packages/nvidia/nccl/lib/libnccl.so.2",
+    ):  # fmt: skip
+        assert part in text, text
+    unread = in_use({name: {"error": "none"} for name in good("trainer")})
+    assert unread == "network unknown; 0 GPUs, 0 EFA devices; ; loaded: none"
 
 
 def test_there_are_at_least_twenty_checks_and_each_has_a_name() -> None:

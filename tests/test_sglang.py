@@ -19,7 +19,7 @@ from tasks.engine.partial import group_rows
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sglang_format import completion, request_body, single_bodies
 from tasks.engine.sglang_model import served_folder
-from tasks.engine.sglang_server import server_arguments
+from tasks.engine.sglang_server import LaunchedServer, server_arguments
 from tasks.rollout_config import RolloutConfig
 from tasks.schema import RolloutFrame, make_frame
 from tasks.sglang_config import SglangConfig
@@ -134,6 +134,19 @@ def test_a_section_travels_through_flyte_and_starts_the_same_server(rollout, ren
         for one in (config, back)
     ]
     assert arguments[0] == arguments[1] and rendered in " ".join(arguments[0])
+
+
+def test_a_server_gets_the_environment_without_our_path_and_with_what_is_configured(monkeypatch, tmp_path):
+    """On its path this project's folder ``kernels`` would be found in the place of a package of that name."""
+    monkeypatch.setenv("PYTHONPATH", "/here:/here/kernels")
+    monkeypatch.setenv("KEPT", "1")
+    cpu = {"device": "cpu", "attention": "torch_native", "cuda_graphs": False}
+    for values, expected in (({}, {}), (cpu, {"SGLANG_USE_CPU_ENGINE": "1"})):
+        for extra in ({}, {"PYTHONPATH": "/theirs"}):
+            config = SglangConfig(**values, environment=extra)
+            found = LaunchedServer(config, tmp_path, dtype="bfloat16", routing=False).environment()
+            assert found.get("PYTHONPATH") == extra.get("PYTHONPATH")
+            assert found.items() >= {"KEPT": "1", "HF_HUB_OFFLINE": "1", **expected}.items()
 
 
 # --- what a server reads

@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter
 
 import pytest
 from policies import save_tiny_policy
@@ -129,6 +130,32 @@ def test_an_abort_finds_a_request_that_was_asked_again(untied):
         assert sorted(name.endswith(".1") for name in names) == [False, False, True, True]
 
 
+def test_an_abort_is_repeated_until_nothing_of_it_is_left(untied):
+    """A request that is on its way when an abort arrives escapes it (sgl-project/sglang#13338)."""
+    with recorded(seconds=1.0) as server:
+        engine = attached(server)
+        engine.load(untied[0], 3)
+        call = threading.Thread(target=engine.generate, args=(REQUESTS[:1], PARAMS))
+        call.start()
+        while not server.state.get("running"):
+            time.sleep(0.01)
+        engine.abort()
+        call.join()
+        assert min(Counter(server.state["aborted"]).values()) >= 2
+
+
+def test_a_request_has_a_deadline_that_names_it(untied):
+    with recorded(seconds=1.0) as server:
+        engine = attached(server, request_seconds=0.2, max_failures=2)
+        engine.load(untied[0], 3)
+        start = time.monotonic()
+        with pytest.raises(
+            SglangError, match=r"request \S+-v\d+-000000-000000-0000\S* must end within .*0.2 on"
+        ):
+            engine.generate(REQUESTS[:1], PARAMS)
+        assert time.monotonic() - start < 0.9
+
+
 def test_processes_that_share_servers_name_their_requests_apart(untied, monkeypatch):
     """Each counted from 0, and of two that asked at once the second was refused."""
     with recorded() as server:
@@ -230,6 +257,22 @@ def test_a_server_that_cannot_swap_under_requests_is_refused_with_the_version_th
         engine = attached(server, in_flight="pause")
         with pytest.raises(ValueError, match=r"must have SGLang 0\.5\.21 or newer, got 0\.5\.17"):
             engine.load(untied[0], 3)
+        assert engine.version is None
+
+
+def test_a_swap_under_requests_is_paused_and_continued_and_a_torn_one_aborts_them(untied):
+    """Complaint 12: requests must not go on with a part of the old weights and a part of the new."""
+    with recorded(build="0.5.21") as server:
+        engine = attached(server, in_flight="pause")
+        for version, folder in enumerate(untied):
+            engine.load(folder, version)
+        swapped = ["pause_generation", "update_weights_from_disk", "continue_generation", "generate"]
+        assert server.state["told"] == 2 * swapped, "and a score, by which the new weights are known"
+        server.state |= {"refuses_updates": True, "told": []}
+        with pytest.raises(SglangError, match="torn"):
+            engine.load(untied[0], 2)
+        torn = [*swapped[:2], "abort_request", "continue_generation"]
+        assert server.state["told"] == torn and server.state["aborted"] == ["all"]
         assert engine.version is None
 
 
