@@ -12,7 +12,7 @@ from tasks.sglang_config import SglangConfig
 class RolloutConfig(Section):
     engine: Literal["embedded", "sglang"] = "embedded"
     sglang: SglangConfig = SglangConfig()
-    """Of use with ``engine: sglang``."""
+    """With ``engine: sglang`` only."""
     workers: int = Field(default=2, ge=1)
     """Mapped tasks that drain the work queue; on a cluster each is one Spot node. Of no effect for
     ``standing``."""
@@ -110,6 +110,11 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _the_engine_can_do_it(self) -> Self:
+        if self.engine == "embedded" and self.sglang != SglangConfig():
+            raise ValueError(
+                "sglang speaks to engine 'sglang' only, got engine='embedded' and "
+                f"{sorted(self.sglang.model_fields_set)} of it. Leave them out, or set engine to 'sglang'."
+            )
         if self.engine == "embedded" and self.portions_at_once > 1:
             raise ValueError(
                 "portions_at_once must be 0 or 1 for the embedded engine, which fills a batch with one, "

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from moe_kernels import device as devices
 from moe_kernels import reference
-from moe_kernels.device import takes_triton
 from moe_kernels.logprob import selective_logprob_entropy
 from moe_kernels.norm import rms_norm
 from moe_kernels.rows import moe_permute, moe_unpermute, permute_weights
@@ -274,7 +274,7 @@ def test_swiglu_weighted_is_the_reference_and_never_reads_dead_rows(dtype, bound
     got = [got_PH, *torch.autograd.grad(got_PH, inputs, slope_PH)]
     for name, g, e in zip(("h", "d gate_up", "d weight"), got, expected, strict=True):
         assert relative_error(g[:live], e) <= bound, name
-        if not takes_triton(gate_up_PJ):  # which leaves dead rows unwritten
+        if not devices.takes_triton(gate_up_PJ):  # which leaves dead rows unwritten
             assert (g[live:] == 0).all(), f"{name}: a formula that meets NaN spreads it"
 
 

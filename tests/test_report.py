@@ -23,6 +23,7 @@ from tasks.records import CampaignRun, Evaluation
 from tasks.reporting import charts, page, rollouts
 from tasks.reporting.agreement import agreement_section
 from tasks.reporting.collect import CampaignRecord
+from tasks.reporting.operations import means_section
 from tasks.reporting.rewards import idle_section
 from tasks.schema import TrainFrame, make_frame
 
@@ -336,3 +337,14 @@ def test_an_alert_about_rewards_is_a_problem_of_its_iteration(name: str) -> None
     assert any(
         found == f"Iterations 5: {ALERTS[name]}." for found in page.problems(record(metrics={name: 1.0}))
     )
+
+
+def test_the_page_says_what_each_version_was_trained_with():
+    first = {"dispatcher": "local, 1 rank", "kernels": "logprob torch"}
+    versions = [manifest(0), manifest(1, means=first), manifest(2, means=first)]
+    versions += [manifest(3, means=first | {"kernels": "logprob fused <b>"})]
+    found = re.sub("<[^>]+>", "|", means_section(versions))
+    for row in ("local, 1 rank||1 to 3", "logprob torch||1 to 2", "logprob fused &lt;b&gt;||3"):
+        assert row in found, found
+    assert means_section([manifest(0)]) == ""
+    assert "Dispatcher, kernels, libraries" in render(replace(record(), manifests=versions))

@@ -144,6 +144,19 @@ def test_an_abort_is_repeated_until_nothing_of_it_is_left(untied):
         assert min(Counter(server.state["aborted"]).values()) >= 2
 
 
+def test_prompts_that_begin_alike_go_one_after_another_and_answers_keep_their_order(untied):
+    prompts = [(2, 9, 3), (2, 5, 6), (2, 9), (4, 1), (2, 5)]
+    requests = [Request(prompt_ids=ids, seeds=(0, 1)) for ids in prompts]
+    with recorded() as server:
+        engine = attached(server, max_running_requests=1)  # one group at a time
+        engine.load(untied[0], 3)
+        server.state["asked"].clear()
+        groups = engine.generate(requests, PARAMS)
+        places = [int(name.split("-")[-2]) for name in server.state["asked"][::2]]
+        assert [prompts[place] for place in places] == sorted(prompts)
+        assert [len(group) for group in groups] == [2] * 5
+
+
 def test_a_request_has_a_deadline_that_names_it(untied):
     with recorded(seconds=1.0) as server:
         engine = attached(server, request_seconds=0.2, max_failures=2)

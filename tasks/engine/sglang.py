@@ -268,15 +268,17 @@ class SglangEngine:
             for i, request in enumerate(requests)
         ]
         watcher = asyncio.create_task(self._attend_abort())
-        groups = [
-            asyncio.create_task(self._group(request, names, params, since))
-            for request, names in zip(requests, rids, strict=True)
-        ]
+        # those that begin alike go one after another, while what they share is in the server's cache
+        order = sorted(range(len(requests)), key=lambda index: requests[index].prompt_ids)
+        groups = {
+            index: asyncio.create_task(self._group(requests[index], rids[index], params, since))
+            for index in order
+        }
         try:
-            return await asyncio.gather(*groups)
+            return await asyncio.gather(*(groups[index] for index in range(len(requests))))
         finally:
             watcher.cancel()
-            for group in groups:  # of a call that failed: nobody waits for the rest, and the server is told
+            for group in groups.values():  # of a call that failed: nobody waits, and the server is told
                 group.cancel()
             self._running.clear()
 

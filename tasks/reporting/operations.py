@@ -1,7 +1,9 @@
-"""The report's section about generation: who sampled how fast, and what became of it."""
+"""The report's sections about what a campaign ran on: who sampled how fast, and what trained it."""
 
+from collections.abc import Sequence
 from html import escape
 
+from tasks.artifacts.manifest import Manifest
 from tasks.reporting import charts
 from tasks.reporting.collect import CampaignRecord
 
@@ -41,6 +43,22 @@ def generation_section(record: CampaignRecord) -> str:
     )
     table = charts.table(head, rows, text_columns=(0,))
     return f'<section><h2>Generation</h2><p class="note">{text}</p>{table}</section>'
+
+
+def means_section(manifests: Sequence[Manifest]) -> str:
+    """Dispatcher, kernels and libraries, as the ranks said them, with the versions that each made."""
+    versions: dict[tuple[str, str], list[int]] = {}
+    for manifest in manifests:
+        for name, text in manifest.means.items():
+            versions.setdefault((name, text), []).append(manifest.version)
+    if not versions:
+        return ""
+    rows = [
+        (escape(name), escape(text), f"{min(made)} to {max(made)}" if len(made) > 1 else f"{made[0]}")
+        for (name, text), made in sorted(versions.items(), key=lambda pair: (pair[0][0], pair[1]))
+    ]
+    table = charts.table(("", "what trained", "versions"), rows, text_columns=(0, 1))
+    return f"<section><h2>Dispatcher, kernels, libraries</h2>{table}</section>"
 
 
 def _rate(tokens: float, seconds: float) -> str:

@@ -18,7 +18,7 @@ from tasks.reporting.agreement import agreement_section
 from tasks.reporting.charts import Line, Point
 from tasks.reporting.collect import CampaignRecord
 from tasks.reporting.difference import difference_section
-from tasks.reporting.operations import generation_section
+from tasks.reporting.operations import generation_section, means_section
 from tasks.reporting.rewards import idle_section, parts_section, truth_section
 from tasks.reporting.rollouts import rollouts_body
 
@@ -57,6 +57,7 @@ def html_page(record: CampaignRecord, store: "PolicyStore") -> str:
         time_section(record.manifests),
         idle_section(record.iterations),
         generation_section(record),
+        means_section(record.manifests),
         rollouts_section(record, store),
         ledger_section(record),
         lineage_section(record.manifests),
