@@ -217,7 +217,7 @@ def test_a_server_that_cannot_adopt_a_version_is_left_out_and_named_until_it_can
     with recorded() as first, recorded() as second:
         engine = attached(first, second)
         engine.load(untied[0], 3)
-        assert "2 of 2 attached" in engine.describe()
+        assert "2 of 2 attached" in engine.describe() and "started by others" in engine.describe()
         second.state["refuses_updates"] = True
         engine.load(untied[1], 4)
         second.state["generated"] = 0

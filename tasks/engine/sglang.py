@@ -240,7 +240,10 @@ class SglangEngine:
         config, fleet = self.fleet.config, self.fleet
         kind = "launched" if fleet.launched else "attached"
         count = f"{len(fleet.serving)} of {len(fleet.addresses)} {kind}"
-        options = f"tp {config.tp}, ep {config.ep}, {config.moe_a2a} exchange, weights {config.quantization}"
+        options = "started by others"  # with options of theirs, of which the section says nothing
+        if fleet.launched:
+            options = f"tp {config.tp}, ep {config.ep}, {config.moe_a2a} exchange, "
+            options += f"weights {config.quantization}"
         out = "".join(f"; out of service: {a.reason}" for a in fleet.addresses if a.is_out)
         return f"sglang {fleet.build} ({count}, {config.device}, {options}{out})"
 
