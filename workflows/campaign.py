@@ -14,6 +14,7 @@ from flytekit import LaunchPlan, dynamic, workflow
 
 from tasks import placement
 from tasks.checkpoint import hand_on, initialize, open_campaign, publish, resume
+from tasks.command_line import says_what_is_wrong
 from tasks.config import CampaignConfig
 from tasks.evaluate import evaluate
 from tasks.preflight import preflight_task
@@ -88,6 +89,7 @@ def preflight(run: CampaignRun) -> CampaignRun:
     return checked
 
 
+@says_what_is_wrong
 @workflow
 def campaign(
     config: CampaignConfig = DEFAULT,

@@ -8,11 +8,13 @@ pyflyte run workflows/reward_model.py reward_model --config configs/campaigns/le
 
 from flytekit import workflow
 
+from tasks.command_line import says_what_is_wrong
 from tasks.config import CampaignConfig
 from tasks.records import RewardModelReport
 from tasks.reward_model import train_reward_model
 
 
+@says_what_is_wrong
 @workflow
 def reward_model(config: CampaignConfig) -> RewardModelReport:
     """Train the model that ``reward.model`` describes on the pairs of the environment, or of a file."""

@@ -1,0 +1,75 @@
+"""What ``pyflyte run`` answers where a run cannot begin or go on: a sentence, as the other commands do.
+
+flytekit prints each error as a traceback of the graph's code, 60 lines above what is said, and takes a
+configuration that is not there for JSON.
+"""
+
+import json
+import re
+import traceback
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import yaml
+from flytekit.exceptions.user import FlyteUserRuntimeException
+from flytekit.interaction.click_types import JsonParamType
+
+from tasks.elastic import TrainingPreempted
+
+Workflow = TypeVar("Workflow")
+PROJECT = Path(__file__).resolve().parent
+SAID = (ValueError, RuntimeError, TrainingPreempted)
+"""What the project raises with a sentence for people; other errors are faults, and need their traceback."""
+_WHERE = re.compile(r"Error encountered while executing '[^']+':\s*")
+
+
+def says_what_is_wrong(workflow: Workflow) -> Workflow:
+    """The workflow; where ``pyflyte run`` executes it, an error that this project raised is shown as its
+    sentence and the line that raised it. ``pyflyte -v run`` shows the traceback, and so does any other
+    error."""
+    execute = workflow.local_execute  # pyright: ignore[reportAttributeAccessIssue]
+
+    def local_execute(*context: Any, **inputs: Any) -> Any:
+        try:
+            return execute(*context, **inputs)
+        except SAID as error:
+            if _is_quiet() and (said := _said(error)):
+                raise click.ClickException(said) from error
+            raise
+
+    workflow.local_execute = local_execute  # pyright: ignore[reportAttributeAccessIssue]
+    return workflow
+
+
+def _is_quiet() -> bool:
+    """Whether a command of ``pyflyte`` runs, and was not asked for more words."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.find_root().params.get("verbose") == 0
+
+
+def _said(error: Exception) -> str:
+    """The sentence and where it was raised; empty if that was not in this project."""
+    if isinstance(error, FlyteUserRuntimeException):  # of a rank: its traceback was printed where it ended
+        return ""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    path = Path(last.filename)
+    if not path.is_relative_to(PROJECT):
+        return ""
+    where = f"{path.relative_to(PROJECT.parent)}:{last.lineno}"
+    return f"{_WHERE.sub('', str(error))}\n\n{where}; pyflyte -v run ... shows the way there."
+
+
+def _parse(self: JsonParamType, value: Any, param: click.Parameter | None) -> Any:
+    """The value of an argument that is JSON, or the name of a file of JSON or YAML."""
+    if not isinstance(value, str) or value.lstrip()[:1] in ("{", "["):
+        return _parse_json(self, value, param)
+    try:
+        text = Path(value).read_text(encoding="utf-8")
+        return json.loads(text) if value.endswith(".json") else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise click.BadParameter(f"must name a YAML or JSON file, got {value}: {error}", param=param) from None
+
+
+_parse_json = JsonParamType._parse
+JsonParamType._parse = _parse

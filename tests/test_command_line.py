@@ -1,0 +1,65 @@
+"""What ``pyflyte run`` answers where a run cannot begin: a sentence and where it was raised, no traceback."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from campaigns import SMALL, command
+from click.testing import CliRunner
+from flytekit.clis.sdk_in_container import pyflyte
+
+pytestmark = pytest.mark.filterwarnings("ignore:The parameter --fresh is used more than once")
+NO_ROOM = SMALL | {"checkpoint": {"min_free_gb": 1e9}}
+
+
+def answer(folder: Path, config: dict, *arguments: str, verbose: bool = False) -> str:
+    """What the command prints; in this process, which has imported all it needs."""
+    line = command(folder, config, *arguments)[1:]
+    with contextlib.chdir(folder):
+        ended = CliRunner(env={"COLUMNS": "1000"}).invoke(pyflyte.main, ["-v", *line] if verbose else line)
+    assert ended.exit_code != 0
+    return " ".join(ended.output.split())
+
+
+def test_what_the_project_raises_is_one_sentence_with_the_line_that_raised_it(tmp_path):
+    output = answer(tmp_path, NO_ROOM)
+    assert "must have at least 1000000000.00 GiB free, got" in output and "Free some space" in output
+    assert "tasks/embedded/disk.py:" in output and "pyflyte -v run" in output
+    assert "Traceback" not in output and "Error encountered while executing" not in output
+
+
+def test_the_traceback_is_there_for_who_asks(tmp_path):
+    output = answer(tmp_path, NO_ROOM, verbose=True)
+    assert "Traceback" in output and "require_free_space" in output
+
+
+def test_a_fault_in_code_of_the_users_keeps_its_traceback(tmp_path, monkeypatch):
+    (tmp_path / "no_such_rows.py").write_text(
+        "def make(*, held_out, seed, options):\n    return open(options['path'])  # mine\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = {"name": "module", "module": "no_such_rows", "options": {"path": "nothere.jsonl"}}
+    output = answer(tmp_path, SMALL | {"environment": module})
+    assert "Traceback" in output and "# mine" in output and "nothere.jsonl" in output
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file or directory"),
+        ("rollout: a: 1", "mapping values are not allowed here"),
+        ("schedule:\t1", "found character '\\t' that cannot start any token"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_named_with_its_fault(tmp_path, text, words):
+    path = tmp_path / "mine.yaml"
+    if text is not None:
+        path.write_text(text)
+    output = answer(tmp_path, SMALL, "--config", str(path))
+    assert f"--config': must name a YAML or JSON file, got {path}" in output and words in output
+    assert "Traceback" not in output
+
+
+def test_a_configuration_may_still_be_given_as_json(tmp_path):
+    output = answer(tmp_path, SMALL, "--config", '{"rollout": {"workers": 0}}')
+    assert "rollout.workers: Input should be greater than or equal to 1, got 0" in output
