@@ -111,6 +111,13 @@ class TrainConfig(Section):
         )
 
     @property
+    def mesh(self) -> str:
+        """What a run says of its ranks: ``laptop_1x2, ep 1, tp 2``; of other axes those above 1."""
+        axes = {name: getattr(self, name) for name in ("fsdp", "cp", "tp", "pp")}
+        others = [f"{name} {size}" for name, size in axes.items() if size > 1]
+        return ", ".join([self.topology, f"ep {self.ep}", *others])
+
+    @property
     def kernels(self) -> dict[str, str]:
         """What computes each part of a step that has a fused kernel."""
         return {

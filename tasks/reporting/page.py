@@ -100,7 +100,7 @@ def headline(record: CampaignRecord) -> str:
     model = Path(config.model.folder).name if config.model.folder else config.model.random.family
     prompts, size = config.rollout.prompts_per_iteration, config.rollout.group_size
     facts = [
-        escape(config.environment.name), escape(model), f"{config.train.topology}, ep {config.train.ep}",
+        escape(config.environment.name), escape(model), config.train.mesh,
         f"{prompts:,} prompts &times; {size} samples an iteration",
     ]  # fmt: skip
     if scores:

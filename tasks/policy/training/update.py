@@ -94,7 +94,7 @@ def update_on_ranks(
         checkpoint.release()
         manifest = _manifest(bench, parent, prepared, stored, metrics, means=means, seconds=clock.seconds)
         if dist.get_rank() == 0:
-            _say(batch, metrics, clock, means)
+            _say(batch, metrics, clock, means, mesh=run.config.train.mesh)
             if config.train.backend == "nccl":
                 say("libraries", means["libraries"])
     return Candidate(manifest_json=manifest.model_dump_json())
@@ -197,7 +197,9 @@ class _Clock:
         self.last = now
 
 
-def _say(batch: TrainBatch, metrics: dict[str, float], clock: _Clock, means: dict[str, str]) -> None:
+def _say(
+    batch: TrainBatch, metrics: dict[str, float], clock: _Clock, means: dict[str, str], *, mesh: str
+) -> None:
     text = f"{steps_taken(metrics)}, loss {metrics.get('policy_loss', math.nan):.4f}, "
     if batch.objective == "clipped_policy" and "kl_k3" in metrics:
         text += f"KL {metrics['kl_k3']:.4f}, entropy {metrics['entropy']:.3f}, "
@@ -210,5 +212,5 @@ def _say(batch: TrainBatch, metrics: dict[str, float], clock: _Clock, means: dic
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
     iteration = batch.iteration if batch.iteration >= 0 else None
     fast = [kernel for kernel in means["kernels"].split(", ") if not kernel.endswith(" torch")]
-    used = f"{means['dispatcher']}; kernels: {', '.join(fast) or 'torch'}"  # the version names every one
+    used = f"{mesh}; {means['dispatcher']}; kernels: {', '.join(fast) or 'torch'}"  # the version names all
     say("train", f"{text}seconds: {seconds}; {used}", iteration=iteration)
