@@ -31,9 +31,16 @@ class Section(BaseModel):
             return data
         for key in data.keys() - cls.model_fields.keys():
             close = difflib.get_close_matches(key, cls.model_fields, n=1)
+            below = [name for name, field in cls.model_fields.items() if _has(field.annotation, key)]
+            if below:
+                raise ValueError(f"unknown key {key!r} here. Put it under {' or '.join(below)}.")
             hint = f"Did you mean {close[0]}?" if close else f"Known keys: {', '.join(cls.model_fields)}."
             raise ValueError(f"unknown key {key!r}. {hint}")
         return data
+
+
+def _has(section: Any, key: str) -> bool:
+    return isinstance(section, type) and issubclass(section, Section) and key in section.model_fields
 
 
 def _without_words(schema: dict[str, Any]) -> dict[str, Any]:

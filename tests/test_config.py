@@ -41,6 +41,8 @@ def test_a_campaign_that_trains_on_gpus_samples_on_them(path):
     ("sections", "words"),
     [
         ({"trian": {}}, ["unknown key 'trian'", "Did you mean train?"]),
+        ({"iterations": 5}, ["unknown key 'iterations' here. Put it under schedule."]),
+        ({"batch_size": 5}, ["unknown key 'batch_size' here. Put it under warm_start or rollout."]),
         ({"train": {"learning_rat": 1}}, ["train: ", "'learning_rat'", "Did you mean learning_rate?"]),
         ({"rollout": {"zzz": 1}}, ["rollout: ", "Known keys: engine, sglang, workers"]),
         ({"train": {"learning_rate": "fast"}}, ["train.learning_rate: ", "valid number", "'fast'"]),
@@ -303,3 +305,9 @@ def test_what_errors_tell_people_to_set_is_in_the_configuration() -> None:
     found = {(section, key) for text in raised_texts() for section, key in named.findall(text)}
     assert len(found) > 30
     assert not [f"{section}.{key}" for section, key in found if not hasattr(sections[section](), key)]
+
+
+def test_a_mesh_is_told_by_its_topology_and_the_axes_that_share():
+    assert CampaignConfig().train.mesh == "laptop_1x2, ep 2"
+    two = CampaignConfig.model_validate({"train": {"tp": 2, "ep": 1, "dispatcher": "local"}})
+    assert two.train.mesh == "laptop_1x2, ep 1, tp 2"
