@@ -88,7 +88,7 @@ def _report(
             "mend the verifier and run the campaign again."
         )
     metrics = reward_metrics(frame)
-    say_alerts(metrics, iteration=iteration)
+    say_alerts(metrics, frame, intake.scorer.chat.tokenizer, iteration=iteration)
     report = ScoreReport(
         iteration=iteration,
         metrics={**metrics, **killed_verifiers(intake)},

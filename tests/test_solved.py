@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def test_a_solved_task_leaves_the_version_as_it_is_and_the_campaign_goes_on(fold
 
 
 @pytest.mark.usefixtures("leave_servers")
-def test_a_task_that_nobody_gets_right_stops_with_what_to_do(folder, monkeypatch):
+def test_a_task_that_nobody_gets_right_stops_with_what_to_do_and_shows_a_sample(folder, monkeypatch, capsys):
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "same", raising=False)
     stored = config(0.0) | {"checkpoint": {"store": str(folder / "store")}}
@@ -69,6 +70,8 @@ def test_a_task_that_nobody_gets_right_stops_with_what_to_do(folder, monkeypatch
     prompts = offer_prompts(run=campaign, iteration=0, behavior=policy)
     rollouts = [rollout_worker(worker=n, run=campaign, prompts=prompts, behavior=policy) for n in range(2)]
     scores = score(run=campaign, prompts=prompts, behavior=policy, rollouts=rollouts)
+    shown = re.search(r"ALERT +such as (.*) -> (.*): reward 0\n", capsys.readouterr().out)
+    assert shown and "<user>same " in shown[1] and len(shown[2]) > 2
     with pytest.raises(RuntimeError, match=r"at least one group must have differing rewards.*warm-start"):
         assemble(run=campaign, scores=scores, policy=policy)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import polars as pl
 
@@ -9,6 +10,9 @@ from tasks.environments.alerts import ALERTS, alerts_up
 from tasks.environments.intake import Intake
 from tasks.records import RolloutReport
 from tasks.say import say
+
+SHOWN = 160
+"""Characters of a prompt's end and of a response's beginning beside an alert."""
 
 
 def reward_metrics(frame: pl.DataFrame) -> dict[str, float]:
@@ -49,10 +53,19 @@ def _truth_metrics(frame: pl.DataFrame) -> dict[str, float]:
     return metrics
 
 
-def say_alerts(metrics: Mapping[str, float], *, iteration: int) -> None:
-    for name, text in ALERTS.items():
-        if metrics.get(name):
-            say("ALERT", text, iteration=iteration)
+def say_alerts(metrics: Mapping[str, float], frame: pl.DataFrame, tokenizer: Any, *, iteration: int) -> None:
+    """What is wrong with an iteration's rewards, and one of its samples: there mostly is what to mend."""
+    texts = [text for name, text in ALERTS.items() if metrics.get(name)]
+    for text in texts:
+        say("ALERT", text, iteration=iteration)
+    if texts and len(frame):
+        row = frame.row(0, named=True)
+        prompt, response = (
+            tokenizer.decode(row[ids], skip_special_tokens=False) for ids in ("prompt_ids", "response_ids")
+        )
+        scored = row["outcome"] == "score"
+        came = f"reward {row['reward']:g}" if scored else f"{row['outcome']}: {row['reason']}"
+        say("ALERT", f"such as {prompt[-SHOWN:]!r} -> {response[:SHOWN]!r}: {came}", iteration=iteration)
 
 
 def waiting_seconds(intake: Intake, reports: Sequence[RolloutReport]) -> dict[str, float]:
