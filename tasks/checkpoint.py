@@ -5,7 +5,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from flytekit import task
+from flytekit import FlyteContextManager, task
 
 from tasks import placement
 from tasks.artifacts.catalogue import config_of, keep_config, lineage_key, lineages
@@ -31,6 +31,7 @@ from tasks.session import (
     run_store,
     store_folder,
 )
+from tasks.train_config import TOPOLOGIES
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
@@ -46,21 +47,24 @@ def open_campaign(
     store: str | None,
     fresh: bool,
 ) -> CampaignRun:
-    """Fix the effective configuration and the lineage: the newest of this name; with ``fresh`` the next."""
+    """Fix the effective configuration and the lineage: the newest of this name; with ``fresh`` the next; that
+    of ``name`` itself where it ends as lineages do (``laptop.0001``)."""
+    name, _, chosen = (name or "").partition(".")
     config = with_overrides(
         config,
-        name=name,
+        name=name or None,
         schedule__iterations=iterations,
         train__learning_rate=learning_rate,
         checkpoint__store=store,
     )
     environment = _made_environment(config)
+    _require_gpus(config)
     if is_local_store(config):
         from tasks.embedded.disk import require_free_space
 
         require_free_space(store_folder(config), int(config.checkpoint.min_free_gb * 2**30))
     root = open_store(config, config.name)
-    lineage = _lineage(root, fresh=fresh)
+    lineage = _chosen_lineage(root, chosen, fresh=fresh) if chosen else _lineage(root, fresh=fresh)
     run = CampaignRun(config=config, lineage=lineage, code_revision=code_revision())
     campaign = run_store(run)
     _refuse_another_lineage(campaign, run, environment)
@@ -168,6 +172,32 @@ def _made_environment(config: CampaignConfig) -> "Environment":
         return make_environment(config.environment, seed=config.seed)
     except (ValueError, ModuleNotFoundError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _require_gpus(config: CampaignConfig) -> None:
+    """Where one machine runs all: its ranks would end one after the other, each with a traceback of torch."""
+    state, train = FlyteContextManager.current_context().execution_state, config.train
+    if train.backend != "nccl" or train.pool != "tasks" or state is None or not state.is_local_execution():
+        return
+    import torch
+
+    needed, found = TOPOLOGIES[train.topology][1], torch.cuda.device_count()
+    if found < needed:
+        raise ConfigError(
+            f"train.backend 'nccl' needs a GPU for each of the {needed} ranks of {train.topology} on this "
+            f"machine, got {found}. Set it to 'gloo', or topology to one that fits."
+        )
+
+
+def _chosen_lineage(root: "PolicyStore", chosen: str, *, fresh: bool) -> int:
+    """An older one to go on with, beside which a newer one was started."""
+    known = {f"{lineage:04d}": lineage for lineage in lineages(root)}
+    if chosen not in known or fresh:
+        raise ConfigError(
+            f"name must end in a lineage that was started, one of {sorted(known)}, and go without --fresh, "
+            f"got .{chosen}{' with --fresh' if fresh else ''}. Leave the end out for the newest one."
+        )
+    return known[chosen]
 
 
 def _lineage(root: "PolicyStore", *, fresh: bool) -> int:

@@ -33,6 +33,8 @@ def says_what_is_wrong(workflow: Workflow) -> Workflow:
     def local_execute(*context: Any, **inputs: Any) -> Any:
         try:
             return execute(*context, **inputs)
+        except click.ClickException:  # what is refused at launch is shown as it is
+            raise
         except SAID as error:
             if _is_quiet() and (said := _said(error)):
                 raise click.ClickException(said) from error
@@ -68,7 +70,8 @@ def _parse(self: JsonParamType, value: Any, param: click.Parameter | None) -> An
         text = Path(value).read_text(encoding="utf-8")
         return json.loads(text) if value.endswith(".json") else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise click.BadParameter(f"must name a YAML or JSON file, got {value}: {error}", param=param) from None
+        text = f"must name a YAML or JSON file, got {value}: {error}"
+        raise click.BadParameter(text, param=param) from None
 
 
 _parse_json = JsonParamType._parse

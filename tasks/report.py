@@ -1,11 +1,21 @@
-"""The end of a run: ledger asserted, report written, where everything is."""
+"""The end of a run: ledger asserted, report written, where everything is.
+
+    python -m tasks.report --store ./runs --campaign laptop
+
+writes the report of a run that still works, or was stopped: of what is published so far.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
 
 from flytekit import Deck, task
 
 from tasks import placement
+from tasks.config import CampaignConfig, with_overrides
 from tasks.records import CampaignRun, CampaignState, CampaignSummary
 from tasks.say import say
-from tasks.session import is_local_store, run_store, store_folder
+from tasks.session import CURRENT_RUN, is_local_store, open_store, require_existing, run_store, store_folder
 
 
 @task(enable_deck=True, **placement.CPU.task_arguments())
@@ -48,3 +58,45 @@ def report(run: CampaignRun, state: CampaignState) -> CampaignSummary:
         pending=totals.pending,
         report=address,
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    from tasks.artifacts.errors import StoreError
+    from tasks.reporting.collect import collect
+    from tasks.reporting.page import html_page
+
+    parser = argparse.ArgumentParser(description="Report of what a campaign has published so far.")
+    parser.add_argument("--store", required=True, help="s3://bucket/prefix, or an embedded store's folder")
+    parser.add_argument("--campaign", required=True, help="name, without lineage: the run started last")
+    parser.add_argument("--endpoint-url", default="", help="of an S3 service other than Amazon's")
+    parser.add_argument("--to", type=Path, default=Path("report.html"), help="file; default: report.html")
+    options = parser.parse_args(arguments)
+    require_existing(options.store)
+    try:
+        where = with_overrides(
+            CampaignConfig(),
+            name=options.campaign,
+            checkpoint__store=options.store,
+            checkpoint__endpoint_url=options.endpoint_url,
+        )
+        found = open_store(where, options.campaign).find_object(CURRENT_RUN)
+        if found is None:
+            raise ValueError(
+                f"campaign must have been started in {options.store}, got none named {options.campaign!r}. "
+                "Check the spelling."
+            )
+        run = CampaignRun.model_validate_json(found)
+    except (ValueError, StoreError) as error:
+        raise SystemExit(str(error)) from None
+    store = open_store(where, run.campaign)
+    record = collect(store, run)
+    try:
+        options.to.write_text(html_page(record, store), encoding="utf-8")
+    except OSError as error:
+        raise SystemExit(f"--to must name a file that can be written, got {options.to}: {error}") from None
+    done = f"{len(record.iterations)} of {run.config.schedule.iterations} iterations"
+    print(f"{options.to}: {run.campaign}, {done}")
+
+
+if __name__ == "__main__":
+    main()

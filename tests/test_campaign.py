@@ -197,7 +197,7 @@ def test_a_resumed_campaign_may_not_change_its_model(reference):
         (SMALL | {"rollout": {"workers": 0}}, [], ["rollout.workers", "greater than or equal to 1"]),
         (SMALL | {"iterations": 5}, [], ["unknown key 'iterations'"]),
         (SMALL, ["--iterations", "0"], ["schedule.iterations", "greater than or equal to 1"]),
-        (SMALL | {"model": {"folder": "/nowhere", "num_experts": 8}}, [], ["model.folder", "/nowhere"]),
+        (SMALL | {"model": {"folder": "/nowhere", "num_experts": 8}}, [], ["/nowhere, which is no folder"]),
         (SMALL | {"checkpoint": {"min_free_gb": 1e9}}, [], ["checkpoint.min_free_gb", "free"]),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+import torch
 from campaigns import SMALL, command
 from click.testing import CliRunner
 from flytekit.clis.sdk_in_container import pyflyte
@@ -63,3 +64,10 @@ def test_a_configuration_that_cannot_be_read_is_named_with_its_fault(tmp_path, t
 def test_a_configuration_may_still_be_given_as_json(tmp_path):
     output = answer(tmp_path, SMALL, "--config", '{"rollout": {"workers": 0}}')
     assert "rollout.workers: Input should be greater than or equal to 1, got 0" in output
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="two GPUs are what it asks for")
+def test_ranks_without_gpus_are_refused_before_any_starts(tmp_path):
+    output = answer(tmp_path, SMALL | {"train": {"backend": "nccl"}})
+    assert "'nccl' needs a GPU for each of the 2 ranks of laptop_1x2 on this machine, got" in output
+    assert "Set it to 'gloo'" in output and "Traceback" not in output

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tasks import report
 from tasks.artifacts.manifest import Manifest
 from tasks.artifacts.store import PolicyStore, open_store
 from tasks.checkpoint import open_campaign, resume
@@ -187,6 +188,35 @@ def seal_and_publish(run, *, samples):
         }
     )  # fmt: skip
     store.commit(trained)
+
+
+def test_an_older_lineage_is_gone_on_with_by_its_whole_name(run):
+    arguments = {"iterations": None, "learning_rate": None, "store": None}
+
+    def opened(name, *, fresh=False):
+        return open_campaign.task_function(run.config, **arguments, name=name, fresh=fresh)
+
+    plain = run.config.name
+    assert [opened(None).lineage, opened(None, fresh=True).lineage] == [1, 2]
+    older = opened(f"{plain}.0001")
+    assert (older.lineage, older.config) == (1, run.config)
+    assert opened(plain).lineage == 2
+    for name, fresh, words in ((".0003", False, r"got \.0003\."), (".0001", True, "with --fresh")):
+        with pytest.raises(ConfigError, match=rf"one of \['0001', '0002'\].*{words}"):
+            opened(plain + name, fresh=fresh)
+
+
+def test_a_run_that_was_stopped_has_a_report_of_what_it_published(run, tmp_path, capsys):
+    open_campaign.task_function(
+        run.config, name=None, iterations=None, learning_rate=None, store=None, fresh=False
+    )
+    publish(run, 2)
+    where, page = ["--store", run.config.checkpoint.store, "--campaign"], tmp_path / "report.html"
+    report.main([*where, run.config.name, "--to", str(page)])
+    assert f"{page}: {run.campaign}, 0 of 20 iterations" in capsys.readouterr().out
+    assert f"{run.campaign}" in page.read_text() and "version 1<" in page.read_text()
+    with pytest.raises(SystemExit, match="got none named 'misspelt'"):
+        report.main([*where, "misspelt"])
 
 
 def test_fresh_opens_the_next_lineage_and_without_it_the_newest(run):

@@ -151,7 +151,7 @@ class CampaignLedger(BaseModel):
         """What the newest iteration keeps for one that is not sealed yet is pending; what the next one did
         not inherit, since the configuration changed between them, is rejected for that."""
         entries = []
-        for entry, after in zip(self.iterations, (*self.iterations[1:], None), strict=True):
+        for entry, after in zip(self.iterations, (*self.iterations, None)[1:], strict=True):
             missing = entry.carried_out - (after.carried_in if after else 0)
             update: dict[str, object] = {"carried_out": entry.carried_out - missing}
             if missing and (after is None or after.trained == 0):

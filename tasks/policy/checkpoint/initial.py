@@ -98,7 +98,11 @@ def _require_trainable(folder: Path, run: CampaignRun) -> None:
     from transformers import AutoConfig
 
     if not (folder / "config.json").exists():
-        raise ValueError(f"model.folder must be a Hugging Face checkpoint with a config.json, got {folder}.")
+        raise ValueError(
+            f"model.folder must be a Hugging Face checkpoint with a config.json, got {folder}, which "
+            f"{'has none' if folder.is_dir() else 'is no folder here'}. Name a folder on this machine; a "
+            "model of the hub is downloaded first (hf download NAME --local-dir FOLDER)."
+        )
     whole = AutoConfig.from_pretrained(folder)
     if quantised := getattr(whole, "quantization_config", None):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
