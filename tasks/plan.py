@@ -122,6 +122,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--store", help="where the campaign ran: its iterations' median time")
     options = parser.parse_args(arguments)
     config = read_config(options.config, checkpoint__store=options.store)
+    if options.seconds is not None and not options.seconds > 0:
+        parser.error(f"--seconds must be above 0, got {options.seconds:g}")
     seconds = iteration_seconds(config) if options.store else options.seconds
     print(text(config, model=options.model, seconds=seconds))
 

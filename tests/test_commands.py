@@ -1,8 +1,9 @@
 """What the commands beside ``pyflyte run`` answer to a user's mistakes: a few words, and no traceback."""
 
 import pytest
+from campaigns import ROOT
 
-from tasks import adopt, preflight
+from tasks import adopt, plan, preflight
 from tasks.engine import standing as worker
 from tasks.experience import watch
 from tasks.policy import launch
@@ -42,3 +43,9 @@ def test_a_configuration_that_cannot_be_read_ends_a_command_in_a_few_words(comma
 def test_a_name_that_no_campaign_can_have_ends_a_command_in_a_few_words(tmp_path):
     with pytest.raises(SystemExit, match=r"name: must be 3 to 63 lower-case letters, .*, got 'No Such!'"):
         watch.main(["--once", "--store", str(tmp_path), "--campaign", "No Such!"])
+
+
+def test_a_plan_of_no_time_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        plan.main(["--config", str(ROOT / "configs/campaigns/qwen3_30b_a3b.yaml"), "--seconds", "-5"])
+    assert "--seconds must be above 0, got -5" in capsys.readouterr().err
