@@ -27,6 +27,7 @@ from publishing import manifest
 from served import GB_A_LAYER, SMALL, await_gate, dtype_of, gigabytes, make_policy, save_tokenizer
 
 from tasks.artifacts import cache
+from tasks.artifacts.chain import put_patched
 from tasks.artifacts.content import FileContent
 from tasks.artifacts.manifest import StoredFile
 from tasks.artifacts.store import PolicyStore, open_store
@@ -95,7 +96,7 @@ def step(model: torch.nn.Module) -> None:
 def put(store: PolicyStore, path: Path, parent: dict[str, Any]) -> StoredFile:
     before = parent.get(path.name) if path.suffix == ".safetensors" else None
     with FileContent(path) as content:
-        return store.put_patched(content, before, full_every=10)
+        return put_patched(store, content, before, full_every=10)
 
 
 def publish(store: PolicyStore, folder: Path, version: int, parent: dict[str, Any]) -> dict[str, Any]:

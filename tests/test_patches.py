@@ -13,6 +13,7 @@ import torch
 from publishing import manifest
 from safetensors.torch import save_file
 
+from tasks.artifacts.chain import put_patched as put_content
 from tasks.artifacts.changes import (
     _classes_of,
     _places_of,
@@ -43,7 +44,7 @@ def make_patch(base: Path, new: Path, patch: Path, **options) -> bool:
 
 def put_patched(store: PolicyStore, path: Path, parent, **options) -> Blob | PatchedBlob:
     with FileContent(path) as content:
-        return store.put_patched(content, parent, **options)
+        return put_content(store, content, parent, **options)
 
 
 def rebuilt(base: Path, patch: Path) -> bytes:

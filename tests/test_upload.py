@@ -17,6 +17,7 @@ from test_weights import optimizer_of, train
 
 from tasks.artifacts.errors import UploadFailed
 from tasks.artifacts.store import PolicyStore, open_store
+from tasks.policy.checkpoint import upload as uploading
 from tasks.policy.checkpoint.snapshot import HostArena, bit_sum
 from tasks.policy.checkpoint.upload import ShardUpload, host_bytes, named_tensors
 from tasks.policy.checkpoint.weights import disk_tensors, stating_dtype, tensor_digest
@@ -93,8 +94,8 @@ def run_check(store_folder: Path, policy_store: PolicyStore, folder: Path, check
 
 def check_background(model, optimizer, store, upload) -> None:
     before = tensor_digest(disk_tensors(model, torch.bfloat16))
-    held, uploaded = threading.Event(), store.put_patched
-    store.put_patched = lambda *a, **k: (held.wait(30), uploaded(*a, **k))[1]
+    held, uploaded = threading.Event(), uploading.put_patched
+    uploading.put_patched = lambda *a, **k: (held.wait(30), uploaded(*a, **k))[1]  # in a rank of its own
     upload.start(model, optimizer, {}, dtype=torch.bfloat16)
     assert not held.is_set()  # nothing is stored yet, and the trainer goes on
     train(model, optimizer, make_mesh(1, 1), [3, 4])
@@ -111,14 +112,14 @@ def test_the_trainer_goes_on_while_the_snapshot_is_stored(store_folder, policy_s
 
 
 def check_second_waits(model, optimizer, store, upload) -> None:
-    uploaded, order = store.put_patched, []
+    uploaded, order = uploading.put_patched, []
 
-    def slow(path, parent, **options):
+    def slow(*arguments, **options):
         time.sleep(0.3)
         order.append("stored")
-        return uploaded(path, parent, **options)
+        return uploaded(*arguments, **options)
 
-    store.put_patched = slow
+    uploading.put_patched = slow
     upload.start(model, optimizer, {}, dtype=torch.bfloat16)
     take = upload._arena.take
     upload._arena.take = lambda tensors: (order.append("second"), take(tensors))[1]

@@ -22,8 +22,7 @@ def put_patched(
     parent: StoredFile | None,
     *,
     full_every: int,
-    whole_beside: bool,
-    num_threads: int,
+    whole_beside: bool = False,
 ) -> StoredFile:
     """Store a safetensors file as what changed since the parent's; whole where that is smaller, as every
     ``full_every``-th of a chain, and beside it if asked. A file that is the parent's is not sent at all."""
@@ -41,7 +40,7 @@ def put_patched(
         patch = Path(folder) / "patch"
         try:
             store.cache.link(base.name, parent, base.parent)
-            is_made = make_patch(base, content, patch, num_threads=num_threads)
+            is_made = make_patch(base, content, patch, num_threads=store.num_threads)
         finally:
             shutil.rmtree(base.parent, ignore_errors=True)
         if not is_made:

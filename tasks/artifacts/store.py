@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from tasks.artifacts.cache import Cache
-from tasks.artifacts.chain import put_patched
 from tasks.artifacts.client import Bucket, back_off, make_client
 from tasks.artifacts.content import BytesContent, Content, Digests, FileContent, digests_of
 from tasks.artifacts.errors import (
@@ -32,7 +31,7 @@ from tasks.artifacts.errors import (
     StoreError,
     VersionConflict,
 )
-from tasks.artifacts.manifest import Blob, Manifest, StoredFile
+from tasks.artifacts.manifest import Blob, Manifest
 from tasks.artifacts.rates import Fetch
 from tasks.artifacts.version import PolicyVersion
 
@@ -109,7 +108,7 @@ class PolicyStore:
         self.campaign, self.cache = campaign, cache
         self.bucket = bucket
         self.root = f"{prefix}/{campaign}/" if prefix else f"{campaign}/"
-        self._num_threads = num_threads
+        self.num_threads = num_threads
 
     # Files and versions
 
@@ -141,24 +140,6 @@ class PolicyStore:
         else:
             content.require_unchanged()
         return self._present(blob, known)
-
-    def put_patched(
-        self,
-        content: Content,
-        parent: StoredFile | None,
-        *,
-        full_every: int,
-        whole_beside: bool = False,
-    ) -> StoredFile:
-        """Store a file as what changed since the parent's (``tasks/artifacts/chain.py``)."""
-        return put_patched(
-            self,
-            content,
-            parent,
-            full_every=full_every,
-            whole_beside=whole_beside,
-            num_threads=self._num_threads,
-        )
 
     def commit(self, manifest: Manifest) -> PolicyVersion:
         """Publish: the manifest is written if its version is free; the same content again is success."""
@@ -211,7 +192,7 @@ class PolicyStore:
 
     def history(self) -> list[Manifest]:
         """All published manifests in ascending order."""
-        with ThreadPoolExecutor(self._num_threads) as pool:
+        with ThreadPoolExecutor(self.num_threads) as pool:
             return list(pool.map(self.manifest, self._versions()))
 
     def pull(
@@ -235,7 +216,7 @@ class PolicyStore:
         )
         self.cache.lease(folder)
         try:
-            with ThreadPoolExecutor(self._num_threads) as pool:
+            with ThreadPoolExecutor(self.num_threads) as pool:
                 list(pool.map(lambda item: self.cache.link(item[0], item[1], folder), files.items()))
         except CorruptArtifact as error:
             if not self.is_retired(manifest.version):

@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
+from tasks.artifacts.chain import put_patched
 from tasks.artifacts.errors import StaleWeights, UploadFailed
 from tasks.policy.checkpoint import weights
 from tasks.policy.checkpoint.serialized import TensorFile
@@ -186,7 +187,7 @@ class ShardUpload:
         digests = weights.digest_tensors(tensors.items()) if stem == "model" else {}
         parent = self._parent.get(file_name)
         every = self._full_every if stem == "model" else 1  # every element of a moment changes in every step
-        stored = self._store.put_patched(content, parent, full_every=every, whole_beside=self._whole_beside)
+        stored = put_patched(self._store, content, parent, full_every=every, whole_beside=self._whole_beside)
         return _Stored(stem=stem, shard=shard, file=stored, digests=digests)
 
 
