@@ -28,16 +28,16 @@ def iteration(run: CampaignRun, k: int, *, behavior: Any, policy: Any) -> Any:
     ``behavior`` and ``policy`` are promises of ``PolicyVersion`` (or values), and so is the result.
     """
     prompts = node(f"prompts-{k}", offer_prompts(run=run, iteration=k, behavior=behavior))
-    known = node(f"generate-{k}", sample(run, prompts, behavior))
+    rollouts = node(f"generate-{k}", sample(run, prompts, behavior))
     if run.config.reward.overlap:
-        known = []  # scoring follows the queue and does not wait for the workers
-    scores = node(f"score-{k}", score(run=run, prompts=prompts, behavior=behavior, rollouts=known))
+        rollouts = []  # scoring follows the queue and does not wait for the workers
+    scores = node(f"score-{k}", score(run=run, prompts=prompts, behavior=behavior, rollouts=rollouts))
     for n in range(1, run.config.rollout.refill_rounds + 1):  # without prompts once enough groups differ
         more = refill_prompts(run=run, behavior=behavior, scores=scores, refill=n)
         more = node(f"prompts-{k}-{n}", more)
-        known = node(f"generate-{k}-{n}", sample(run, more, behavior))
-        rescored = score(run=run, prompts=more, behavior=behavior, rollouts=known, before=scores)
-        scores = node(f"score-{k}-{n}", rescored)
+        rollouts = node(f"generate-{k}-{n}", sample(run, more, behavior))
+        more_scores = score(run=run, prompts=more, behavior=behavior, rollouts=rollouts, before=scores)
+        scores = node(f"score-{k}-{n}", more_scores)
     batch = node(f"assemble-{k}", assemble(run=run, scores=scores, policy=policy))
     kept = node(f"archive-{k}", archive(run=run, batch=batch, policy=policy))
     trained = node(f"update-{k}", update_policy(run.config)(run=run, batch=batch, policy=policy))
