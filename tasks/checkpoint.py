@@ -159,7 +159,7 @@ def publish(run: CampaignRun, candidate: Candidate, archive: SampleArchive | Non
     say(
         "publish",
         f"v{version.version} digest {manifest.tensor_digest[:12]}, {time.monotonic() - start:.1f} s",
-        iteration=manifest.iteration - 1 if manifest.kind == "iteration" else None,
+        iteration=manifest.iteration - 1,
     )
     return version
 

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import FrameType
 
+from tasks.say import say
+
 EXIT_CODE = 143
 """128 + SIGTERM. Never 0: Flyte would take a worker that left early for one that finished."""
 RESERVE_SECONDS = 5.0
@@ -98,10 +100,10 @@ def _watch(departure: Departure, url: str, poll_seconds: float, is_over: threadi
             service.apply(departure)
         except (OSError, ValueError) as error:  # best effort by design: SIGTERM comes in any case
             if not service.has_complained:
-                print(
+                say(
+                    "notice",
                     f"metadata service {url} must answer to give early notice of a reclaim, got {error}. "
                     "SIGTERM still works; set the node's HTTP hop limit to 2, or rollout.metadata_url to ''.",
-                    flush=True,
                 )
             service.has_complained = True
         if is_over.wait(poll_seconds):

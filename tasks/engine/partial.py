@@ -10,6 +10,7 @@ from typing import Any
 
 from tasks.engine.protocol import Completion, Request, SamplingParams
 from tasks.rl.routing_records import continued, pack, unpack
+from tasks.say import say
 from tasks.schema import RECORDED, RolloutFrame, from_bytes
 
 Row = dict[str, Any]
@@ -24,7 +25,7 @@ def read_parked(parked: Mapping[str, bytes]) -> dict[tuple[str, int], Row]:
         try:
             rows = from_bytes(payload, schema=RolloutFrame).rows(named=True)
         except Exception as error:  # bytes of a stranger; the portion must not fail for them
-            print(f"what was kept of group {name} must be readable, got {error}. Sampled anew.", flush=True)
+            say("generate", f"what was kept of group {name} must be readable, got {error}. Sampled anew.")
             continue
         begun |= {(name, row["sample_index"]): row for row in rows if row["prompt_id"] == name}
     return begun

@@ -93,7 +93,7 @@ def await_candidate(run: CampaignRun, batch: TrainBatch, policy: PolicyVersion) 
         if time.monotonic() - spoke > SAY_SECONDS:
             spoke = time.monotonic()
             text = f"waits for a standing trainer since {spoke - start:.0f} s, for at most {limit:g} s"
-            say("train", text, iteration=batch.iteration if batch.iteration >= 0 else None)
+            say("train", text, iteration=batch.iteration)
         time.sleep(POLL_SECONDS)
     answer = UpdateAnswer.model_validate_json(found)
     if answer.candidate is None:

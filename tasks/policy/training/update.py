@@ -210,7 +210,6 @@ def _say(
         if name.startswith("slow_rank/"):
             text += f"rank {name.removeprefix('slow_rank/')} worked {times:.1f} times the median, "
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
-    iteration = batch.iteration if batch.iteration >= 0 else None
     fast = [kernel for kernel in means["kernels"].split(", ") if not kernel.endswith(" torch")]
     used = f"{mesh}; {means['dispatcher']}; kernels: {', '.join(fast) or 'torch'}"  # the version names all
-    say("train", f"{text}seconds: {seconds}; {used}", iteration=iteration)
+    say("train", f"{text}seconds: {seconds}; {used}", iteration=batch.iteration)
