@@ -1,8 +1,10 @@
 """Versions of the policy: open or resume a campaign, make version 0, publish what a trainer made."""
 
+import contextlib
 import json
 import secrets
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flytekit import FlyteContextManager, task
@@ -10,7 +12,7 @@ from flytekit import FlyteContextManager, task
 from tasks import placement
 from tasks.artifacts.catalogue import config_of, keep_config, lineage_key, lineages
 from tasks.artifacts.critics import publish_critic, require_critic
-from tasks.artifacts.errors import ObjectConflict
+from tasks.artifacts.errors import ObjectConflict, StoreError
 from tasks.config import (
     FIXED_BY_TRAINING,
     IMMUTABLE_SECTIONS,
@@ -57,17 +59,20 @@ def open_campaign(
         train__learning_rate=learning_rate,
         checkpoint__store=store,
     )
-    environment = _made_environment(config)
-    _require_gpus(config)
-    if is_local_store(config):
-        from tasks.embedded.disk import require_free_space
+    from tasks.embedded.disk import require_free_space
+    from tasks.environments.make import make_environment
 
-        require_free_space(store_folder(config), int(config.checkpoint.min_free_gb * 2**30))
-    root = open_store(config, config.name)
-    lineage = _chosen_lineage(root, chosen, fresh=fresh) if chosen else _lineage(root, fresh=fresh)
-    run = CampaignRun(config=config, lineage=lineage, code_revision=code_revision())
-    campaign = run_store(run)
-    _refuse_another_lineage(campaign, run, environment)
+    with _refusals():
+        # made once here: a module, file or package that is missing ends the launch before a lineage is begun
+        environment = make_environment(config.environment, seed=config.seed)
+        _require_gpus(config)
+        if is_local_store(config):
+            require_free_space(store_folder(config), int(config.checkpoint.min_free_gb * 2**30))
+        root = open_store(config, config.name)
+        lineage = _chosen_lineage(root, chosen, fresh=fresh) if chosen else _lineage(root, fresh=fresh)
+        run = CampaignRun(config=config, lineage=lineage, code_revision=code_revision())
+        campaign = run_store(run)
+        _refuse_another_lineage(campaign, run, environment)
     root.replace_object(CURRENT_RUN, run.model_dump_json().encode())
     keep_config(campaign, config)
     print(config.departures())
@@ -122,7 +127,8 @@ def initialize(run: CampaignRun) -> PolicyVersion:
     from tasks.policy.checkpoint.initial import initial_manifest
 
     store = run_store(run)
-    version = store.commit(initial_manifest(store, run))
+    with _refusals():
+        version = store.commit(initial_manifest(store, run))
     say("publish", f"v{version.version} {version.manifest_uri}")
     return version
 
@@ -164,13 +170,14 @@ def publish(run: CampaignRun, candidate: Candidate, archive: SampleArchive | Non
     return version
 
 
-def _made_environment(config: CampaignConfig) -> "Environment":
-    """A module, file or package that is missing ends the launch before a lineage is begun."""
-    from tasks.environments.make import make_environment
-
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What is wrong at launch is shown without a traceback."""
     try:
-        return make_environment(config.environment, seed=config.seed)
-    except (ValueError, ModuleNotFoundError) as error:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, ModuleNotFoundError, StoreError) as error:
         raise ConfigError(str(error)) from error
 
 
@@ -234,11 +241,8 @@ def _refuse_another_lineage(store: "PolicyStore", run: CampaignRun, environment:
         )
     from tasks.artifacts.cursor import require_same_data
 
-    try:
-        require_same_data(manifest, environment.fingerprint())
-        if run.config.algorithm.advantage == "gae":
-            require_critic(manifest)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    require_same_data(manifest, environment.fingerprint())
+    if run.config.algorithm.advantage == "gae":
+        require_critic(manifest)
     for name, (old, new) in changed.items():
         say("resume", f"{name} changed since version {head.version}: {old!r} -> {new!r}")
