@@ -133,9 +133,36 @@ def test_a_policy_that_could_not_end_what_it_is_taught_is_refused_before_anythin
     talks = {"environment": {"name": "calculator"}}
     change("tokenizer_config.json", eos_token="<user>")
     refused(r"must be one of the ids \[1\] that end a response, got '<user>' \(2\)", **talks)
+    for value, words in (
+        (99, r"must be in the policy's vocabulary of 54, got \[99\] in"),
+        ([], r"eos_token_id in .*generation_config\.json must be a token's id or a list of them, got \[\]"),
+        ("x", r"must be a token's id or a list of them, got 'x'"),
+    ):
+        change("generation_config.json", eos_token_id=value)
+        refused(words)
     change("generation_config.json", eos_token_id=None)
     change("config.json", eos_token_id=None)
     refused("must name an eos_token_id in generation_config.json or config.json, got none")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("chat_template.jinja", "", r"must have the user's message in it, got '' of 'reverse"),
+        ("chat_template.jinja", "{% for m", r"must render a user's message, got: "),
+        ("chat_template.jinja", "{{ raise_exception('no') }}", r"must render a user's message, got: no"),
+        ("tokenizer.json", "{", r"snapshots/0123 must hold a tokenizer that can be loaded, got: "),
+        ("generation_config.json", "{", r"generation_config\.json must be JSON, got: "),
+    ],
+)
+def test_a_folder_that_could_not_ask_is_refused_by_the_name_of_what_is_wrong(
+    snapshot, tmp_path, leave_servers, name, text, words
+):
+    """An empty template was adopted, and every prompt would have been the same."""
+    (snapshot / name).write_text(text)
+    named = ["--folder", str(snapshot), "--store", str(tmp_path / "store")]
+    with pytest.raises(SystemExit, match=words):
+        main(["--config", str(write_config(tmp_path, CONFIG)), *named])
 
 
 @pytest.mark.slow

@@ -125,6 +125,11 @@ def _require_trainable(folder: Path, run: CampaignRun) -> None:
             f"tokens in {folder}. Use the tokenizer the policy was trained with."
         )
     ends, end = stop_ids(folder), tokenizer.eos_token_id
+    if max(ends) >= size:
+        raise ValueError(
+            f"every eos_token_id must be in the policy's vocabulary of {size}, got {sorted(ends)} in "
+            f"{folder}. Correct generation_config.json, or config.json."
+        )
     if end not in ends and (run.config.warm_start.steps or run.config.environment.may_answer):
         raise ValueError(
             "the eos_token of the policy's tokenizer, with which a warm start and dialogues end a turn, must "

@@ -41,14 +41,25 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     """The tokenizer of a policy folder."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(folder))
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{folder} must hold a tokenizer that can be loaded, got: {error}") from error
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
     """Token ids of one user turn with the generation prompt. Raises if the text holds an unknown token."""
     messages = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return encode(tokenizer, str(rendered))
+    try:
+        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # what Jinja and the template itself raise
+        raise ValueError(f"a chat template must render a user's message, got: {error}") from error
+    if text.strip() not in rendered:  # a policy would be asked nothing, or always the same
+        raise ValueError(
+            f"a chat template must have the user's message in it, got {rendered!r:.200} of {text!r:.80}. "
+            "Give the policy's folder a chat_template.jinja that has."
+        )
+    return encode(tokenizer, rendered)
 
 
 def encode(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
@@ -68,15 +79,23 @@ def encode(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
 
 def stop_ids(folder: Path) -> frozenset[int]:
     """All end-of-sequence ids of ``generation_config.json``, else of ``config.json``; none is an error."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    value, path = None, folder
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        try:
+            value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        except ValueError as error:
+            raise ValueError(f"{path} must be JSON, got: {error}. Copy it again.") from error
         if value is not None:
-            return frozenset(value if isinstance(value, list) else [value])
-    raise ValueError(
-        f"{folder} must name an eos_token_id in generation_config.json or config.json, got none. Without one "
-        "no response would ever end; add it to the checkpoint."
-    )
+            break
+    else:
+        raise ValueError(
+            f"{folder} must name an eos_token_id in generation_config.json or config.json, got none. Without "
+            "one no response would ever end; add it to the checkpoint."
+        )
+    ids = value if isinstance(value, list) else [value]
+    if not ids or not all(isinstance(token, int) for token in ids):
+        raise ValueError(f"eos_token_id in {path} must be a token's id or a list of them, got {value!r}.")
+    return frozenset(ids)
 
 
 def context_length(folder: Path) -> int:
