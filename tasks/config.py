@@ -86,6 +86,7 @@ class CampaignConfig(Section):
         self._check_models_beside_the_policy()
         self._check_engine_precision()
         self._check_newer_versions()
+        self._check_longest_row()
         self.algorithm.check_length(self.rollout.max_new_tokens)
         first = 1 if self.warm_start.steps else 0
         if self.algorithm.kl != "none" and self.algorithm.reference_version > first:
@@ -190,6 +191,18 @@ class CampaignConfig(Section):
             raise ValueError(
                 "rollout.follow must be 'required' with an environment that may answer turns, whose "
                 "dialogues cannot be resumed, got 'newest'. Set it so."
+            )
+
+    def _check_longest_row(self) -> None:
+        """A row longer than a micro-batch goes alone, and must still go through the dispatcher."""
+        train, longest = self.train, self.rollout.max_new_tokens
+        bounds = {"deepep": train.deepep.max_tokens, "nvlink": train.nvlink.max_tokens}
+        bound = bounds.get(train.dispatcher, 0) * train.cp * train.tp
+        if 0 < bound <= longest:
+            raise ValueError(
+                f"train.{train.dispatcher}.max_tokens * cp * tp must exceed rollout.max_new_tokens, for a "
+                f"response and its prompt pass through it whole, got {bound} <= {longest}. Raise max_tokens "
+                "by a prompt more than that, or cp."
             )
 
     @classmethod

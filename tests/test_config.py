@@ -74,6 +74,13 @@ def test_a_campaign_that_trains_on_gpus_samples_on_them(path):
             },
             ["train.fsdp must divide model.num_experts, got fsdp=64, num_experts=96", "[1, 8, 16, 32]"],
         ),
+        (
+            {
+                "rollout": {"max_new_tokens": 16384},
+                "train": {"dispatcher": "deepep", "backend": "nccl", "compute_dtype": "bfloat16"},
+            },
+            ["train.deepep.max_tokens * cp * tp must exceed rollout.max_new_tokens", "16384 <= 16384"],
+        ),
         ({"train": {"fsdp": 3}}, ["train: fsdp must divide the 2 ranks", "fsdp=3", "[1, 2]"]),
         (
             {"train": {"topology": "node_1x8", "ep": 4, "fsdp": 2}},
