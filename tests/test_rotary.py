@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICES
 from families import tiny_policy, token_ids
+from moe_kernels import device as devices
 from moe_kernels import reference
 from moe_kernels.rotary import rotary
 from torch import Tensor
@@ -25,7 +25,6 @@ def case(shape: tuple[int, ...], turned: int, dtype: torch.dtype, device: str) -
     return [t.to(device, dtype) for t in (x_BHLD, angle_BLR.cos(), angle_BLR.sin(), slope_BHLD)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("shape", "turned"),
     [
@@ -46,7 +45,8 @@ def test_rotary_is_that_of_transformers(dtype, shape, turned, device):
         found.append((y, *torch.autograd.grad(y, x, slope_BHLD)))
     # each of two products and their sum is rounded; sums of sizes bound the terms of both passes
     size = x_BHLD.float().abs().amax() + slope_BHLD.float().abs().amax()
-    bound = 0.0 if device == "cpu" else 3 * size.item() * (2**-9 if dtype == torch.bfloat16 else 2**-24)
+    is_exact = not devices.takes_triton(x_BHLD)
+    bound = 0.0 if is_exact else 3 * size.item() * (2**-9 if dtype == torch.bfloat16 else 2**-24)
     for ours, theirs, formula in zip(*found, strict=True):
         assert ours.shape == x_BHLD.shape and torch.equal(theirs, formula)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)

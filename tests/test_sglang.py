@@ -42,6 +42,10 @@ def folder(tmp_path_factory):
         ({"tp": 8, "ep": 4}, "ep must be 1 or tp: .* Set ep to 1 or to 8"),
         ({"tp": 8, "ep": 1, "moe_a2a": "deepep"}, "ep must equal tp"),
         ({"tp": 8, "ep": 8, "dp_attention": True}, "needs moe_a2a 'deepep': .* wrong"),
+        (
+            {"tp": 8, "ep": 8, "moe_a2a": "deepep", "max_running_requests": 1025},
+            "at most 1024, what DeepEP's",
+        ),
         ({"deepep_mode": "low_latency"}, "deepep_mode goes with moe_a2a"),
         ({"tp": 8, "ep": 8, "moe_a2a": "deepep", "deepep_mode": "normal"}, "cuda_graphs must be off"),
         ({"dp_attention": True}, "tp of at least 2"),

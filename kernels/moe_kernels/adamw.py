@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_kernels import reference
+from moe_kernels import device, reference
 
 
 def adamw_step(
@@ -39,7 +39,7 @@ def adamw_step(
         "root": (1 - beta2**num_steps) ** 0.5,
         "eps": eps,
     }
-    if not param.is_cuda:
+    if not device.takes_triton(param):
         reference.adamw_step(param, grad, exp_avg, exp_avg_sq, **factors)
         return
     if not all(t.is_contiguous() for t in (param, exp_avg, exp_avg_sq)):

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels import reference
+from moe_kernels import device, reference
 
 
 def rotary(x_BHLD: Tensor, cos_BLR: Tensor, sin_BLR: Tensor) -> Tensor:
     """The first R features of each head turned, the rest as they are. ``cos`` and ``sin`` have B rows, or one
     for all."""
     _check(x_BHLD, cos_BLR, sin_BLR)
-    if not x_BHLD.is_cuda:
+    if not device.takes_triton(x_BHLD):
         return reference.rotary(x_BHLD, cos_BLR, sin_BLR)
     return _Rotary.apply(x_BHLD, cos_BLR, sin_BLR)
 
