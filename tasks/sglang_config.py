@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 
 from tasks.section import Section
 
+DEEPEP_ROOM = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+"""Environment variable of SGLang: tokens of a GPU in one step of decoding; 128 where it is not set."""
+
 
 class SglangConfig(Section):
     urls: list[str] = Field(default_factory=list)
@@ -79,6 +82,13 @@ class SglangConfig(Section):
             raise ValueError(
                 f"deepep_mode goes with moe_a2a 'deepep' and only with it, got {self.deepep_mode!r}. "
                 "Set it to 'auto' or moe_a2a to 'deepep'."
+            )
+        room = int(self.environment.get(DEEPEP_ROOM, 128)) * self.tp
+        if self.moe_a2a == "deepep" and self.deepep_mode != "normal" and self.max_running_requests > room:
+            raise ValueError(
+                f"max_running_requests must be at most {room}, what DeepEP's low-latency kernels take of "
+                f"{self.tp} GPUs ({room // self.tp} of each), got {self.max_running_requests}. Lower it, or "
+                f"set {DEEPEP_ROOM} in environment, to 1024 at most."
             )
         if self.deepep_mode == "normal" and self.cuda_graphs:
             raise ValueError(
