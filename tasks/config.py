@@ -105,8 +105,8 @@ class CampaignConfig(Section):
             self.rollout.partial == "keep" or self.rollout.record_routing != "none"
         ):
             raise ValueError(
-                "an environment that may answer turns needs rollout.partial 'drop' and record_routing "
-                f"'none', got partial={self.rollout.partial!r}, "
+                "an environment that may answer turns (calculator, and any module) needs rollout.partial "
+                f"'drop' and record_routing 'none', got partial={self.rollout.partial!r}, "
                 f"record_routing={self.rollout.record_routing!r}. Set them so."
             )
         if self.rollout.max_new_tokens <= (shortest := self.environment.shortest_answer):
@@ -189,8 +189,8 @@ class CampaignConfig(Section):
             )
         if self.environment.may_answer:
             raise ValueError(
-                "rollout.follow must be 'required' with an environment that may answer turns, whose "
-                "dialogues cannot be resumed, got 'newest'. Set it so."
+                "rollout.follow must be 'required' with an environment that may answer turns "
+                "(calculator, and any module), whose dialogues cannot be resumed, got 'newest'. Set it so."
             )
 
     def _check_longest_row(self) -> None:
