@@ -6,6 +6,7 @@ configuration that is not there for JSON.
 
 import json
 import re
+import signal
 import traceback
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,12 @@ SAID = (ValueError, RuntimeError, TrainingPreempted)
 _WHERE = re.compile(r"Error encountered while executing '[^']+':\s*")
 
 
+class Stopped(click.ClickException):
+    """Ctrl-C, of which pyflyte says nothing at all."""
+
+    exit_code = 128 + signal.SIGINT
+
+
 def says_what_is_wrong(workflow: Workflow) -> Workflow:
     """The workflow; where ``pyflyte run`` executes it, an error that this project raised is shown as its
     sentence and the line that raised it. ``pyflyte -v run`` shows the traceback, and so does any other
@@ -35,6 +42,10 @@ def says_what_is_wrong(workflow: Workflow) -> Workflow:
             return execute(*context, **inputs)
         except click.ClickException:  # what is refused at launch is shown as it is
             raise
+        except KeyboardInterrupt:
+            if not _is_quiet():
+                raise
+            raise Stopped("stopped by Ctrl-C. What was published stays; run it again to go on.") from None
         except SAID as error:
             if _is_quiet() and (said := _said(error)):
                 raise click.ClickException(said) from error

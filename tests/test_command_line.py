@@ -71,3 +71,12 @@ def test_ranks_without_gpus_are_refused_before_any_starts(tmp_path):
     output = answer(tmp_path, SMALL | {"train": {"backend": "nccl"}})
     assert "'nccl' needs a GPU for each of the 2 ranks of laptop_1x2 on this machine, got" in output
     assert "Set it to 'gloo'" in output and "Traceback" not in output
+
+
+def test_ctrl_c_is_answered(tmp_path, monkeypatch):
+    (tmp_path / "interrupted.py").write_text(
+        "def make(*, held_out, seed, options):\n    raise KeyboardInterrupt\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    output = answer(tmp_path, SMALL | {"environment": {"name": "module", "module": "interrupted"}})
+    assert "stopped by Ctrl-C. What was published stays; run it again to go on." in output
