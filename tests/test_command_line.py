@@ -2,36 +2,50 @@
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
+import click
 import pytest
 import torch
 from campaigns import SMALL, command
 from click.testing import CliRunner
 from flytekit.clis.sdk_in_container import pyflyte
 
+from tasks.command_line import says_what_is_wrong
+from tasks.embedded.disk import require_free_space
+
 pytestmark = pytest.mark.filterwarnings("ignore:The parameter --fresh is used more than once")
-NO_ROOM = SMALL | {"checkpoint": {"min_free_gb": 1e9}}
 
 
-def answer(folder: Path, config: dict, *arguments: str, verbose: bool = False) -> str:
+def answer(folder: Path, config: dict, *arguments: str) -> str:
     """What the command prints; in this process, which has imported all it needs."""
     line = command(folder, config, *arguments)[1:]
     with contextlib.chdir(folder):
-        ended = CliRunner(env={"COLUMNS": "1000"}).invoke(pyflyte.main, ["-v", *line] if verbose else line)
+        ended = CliRunner(env={"COLUMNS": "1000"}).invoke(pyflyte.main, line)
     assert ended.exit_code != 0
     return " ".join(ended.output.split())
 
 
-def test_what_the_project_raises_is_one_sentence_with_the_line_that_raised_it(tmp_path):
-    output = answer(tmp_path, NO_ROOM)
-    assert "must have at least 1000000000.00 GiB free, got" in output and "Free some space" in output
-    assert "tasks/embedded/disk.py:" in output and "pyflyte -v run" in output
-    assert "Traceback" not in output and "Error encountered while executing" not in output
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_what_a_stage_raises_is_its_sentence_with_the_line_unless_more_is_asked_for(tmp_path, verbose):
+    def stage():
+        try:
+            require_free_space(tmp_path, 2**80)
+        except ValueError as error:  # as flytekit does
+            error.args = (f"Error encountered while executing 'tasks.a.b':\n  {error}",)
+            raise
 
-
-def test_the_traceback_is_there_for_who_asks(tmp_path):
-    output = answer(tmp_path, NO_ROOM, verbose=True)
-    assert "Traceback" in output and "require_free_space" in output
+    told = says_what_is_wrong(SimpleNamespace(local_execute=stage))
+    with click.Context(click.Command("pyflyte")) as context, pytest.raises(Exception) as raised:
+        context.params["verbose"] = verbose
+        told.local_execute()
+    if verbose:
+        assert raised.type is ValueError
+        return
+    assert raised.type is click.ClickException
+    message = str(raised.value)
+    assert message.startswith("the disk of") and "Free some space" in message
+    assert "tasks/embedded/disk.py:" in message and "pyflyte -v run" in message
 
 
 def test_a_fault_in_code_of_the_users_keeps_its_traceback(tmp_path, monkeypatch):
