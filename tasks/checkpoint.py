@@ -1,10 +1,8 @@
 """Versions of the policy: open or resume a campaign, make version 0, publish what a trainer made."""
 
-import contextlib
 import json
 import secrets
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flytekit import FlyteContextManager, task
@@ -12,7 +10,7 @@ from flytekit import FlyteContextManager, task
 from tasks import placement
 from tasks.artifacts.catalogue import config_of, keep_config, lineage_key, lineages
 from tasks.artifacts.critics import publish_critic, require_critic
-from tasks.artifacts.errors import ObjectConflict, StoreError
+from tasks.artifacts.errors import ObjectConflict
 from tasks.config import (
     FIXED_BY_TRAINING,
     IMMUTABLE_SECTIONS,
@@ -59,20 +57,17 @@ def open_campaign(
         train__learning_rate=learning_rate,
         checkpoint__store=store,
     )
-    from tasks.embedded.disk import require_free_space
-    from tasks.environments.make import make_environment
+    environment = _made_environment(config)
+    _require_gpus(config)
+    if is_local_store(config):
+        from tasks.embedded.disk import require_free_space
 
-    with _refusals():
-        # made once here: a module, file or package that is missing ends the launch before a lineage is begun
-        environment = make_environment(config.environment, seed=config.seed)
-        _require_gpus(config)
-        if is_local_store(config):
-            require_free_space(store_folder(config), int(config.checkpoint.min_free_gb * 2**30))
-        root = open_store(config, config.name)
-        lineage = _chosen_lineage(root, chosen, fresh=fresh) if chosen else _lineage(root, fresh=fresh)
-        run = CampaignRun(config=config, lineage=lineage, code_revision=code_revision())
-        campaign = run_store(run)
-        _refuse_another_lineage(campaign, run, environment)
+        require_free_space(store_folder(config), int(config.checkpoint.min_free_gb * 2**30))
+    root = open_store(config, config.name)
+    lineage = _chosen_lineage(root, chosen, fresh=fresh) if chosen else _lineage(root, fresh=fresh)
+    run = CampaignRun(config=config, lineage=lineage, code_revision=code_revision())
+    campaign = run_store(run)
+    _refuse_another_lineage(campaign, run, environment)
     root.replace_object(CURRENT_RUN, run.model_dump_json().encode())
     keep_config(campaign, config)
     print(config.departures())
@@ -127,8 +122,7 @@ def initialize(run: CampaignRun) -> PolicyVersion:
     from tasks.policy.checkpoint.initial import initial_manifest
 
     store = run_store(run)
-    with _refusals():
-        version = store.commit(initial_manifest(store, run))
+    version = store.commit(initial_manifest(store, run))
     say("publish", f"v{version.version} {version.manifest_uri}")
     return version
 
@@ -170,14 +164,13 @@ def publish(run: CampaignRun, candidate: Candidate, archive: SampleArchive | Non
     return version
 
 
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """What is wrong at launch is shown without a traceback."""
+def _made_environment(config: CampaignConfig) -> "Environment":
+    """A module, file or package that is missing ends the launch before a lineage is begun."""
+    from tasks.environments.make import make_environment
+
     try:
-        yield
-    except ConfigError:
-        raise
-    except (ValueError, ModuleNotFoundError, StoreError) as error:
+        return make_environment(config.environment, seed=config.seed)
+    except (ValueError, ModuleNotFoundError) as error:
         raise ConfigError(str(error)) from error
 
 

@@ -16,6 +16,7 @@ import yaml
 from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.interaction.click_types import JsonParamType
 
+from tasks.campaign_file import load_campaign
 from tasks.elastic import TrainingPreempted
 
 Workflow = TypeVar("Workflow")
@@ -79,7 +80,7 @@ def _parse(self: JsonParamType, value: Any, param: click.Parameter | None) -> An
         return _parse_json(self, value, param)
     try:
         text = Path(value).read_text(encoding="utf-8")
-        return json.loads(text) if value.endswith(".json") else yaml.safe_load(text)
+        return json.loads(text) if value.endswith(".json") else load_campaign(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         text = f"must name a YAML or JSON file, got {value}: {error}"
         raise click.BadParameter(text, param=param) from None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from tasks.campaign_file import load_campaign
 from tasks.config import CampaignConfig, with_overrides
 from tasks.records import CampaignRun, TrainBatch
 
@@ -56,7 +57,7 @@ def read_config(path: Path, **overrides: str | int | float | None) -> CampaignCo
     import yaml
 
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = load_campaign(path.read_text(encoding="utf-8"))
         return with_overrides(CampaignConfig.model_validate_json(json.dumps(data)), **overrides)
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:  # JSON has no dates, for one
         raise SystemExit(f"--config must name a campaign's YAML, got {path}: {error}") from None

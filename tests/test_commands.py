@@ -28,6 +28,7 @@ COMMANDS = {
         (b"nmae: laptop", "unknown key 'nmae'. Did you mean name?"),
         (b"name: caf\xe9", "can't decode byte 0xe9"),
         (b"name: 2026-11-30", "not JSON serializable"),
+        (b"train: {ep: 1}\nname: a\ntrain: {ep: 2}", "key 'train' must be there once, got it again"),
     ],
 )
 def test_a_configuration_that_cannot_be_read_ends_a_command_in_a_few_words(command, content, words, tmp_path):

@@ -257,5 +257,5 @@ def test_what_the_first_iteration_settled_is_refused_before_anything_is_sampled(
     publish(opened, 2)  # version 0 and its warm start, which settles neither
     assert open_campaign.task_function(other, **arguments).campaign == opened.campaign
     publish(opened, 3)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ValueError, match=words):
         open_campaign.task_function(other, **arguments)
