@@ -28,9 +28,9 @@ from tasks.policy.parallel.experts import experts_modules, fused_weighted_rows
 from tasks.policy.parallel.mesh import make_mesh
 from tasks.policy.ranks.progress import Progress
 from tasks.policy.ranks.stopping import StopRequest
-from tasks.policy.step import offload
+from tasks.policy.step import offload, reading
 from tasks.policy.step.adamw import OnePassAdamW
-from tasks.policy.training import epoch
+from tasks.policy.training import epoch, workbench
 from tasks.policy.training.trainee import Trainee, make_trainee
 from tasks.policy.training.workbench import Workbench
 from tasks.records import CampaignRun, TrainBatch
@@ -167,6 +167,41 @@ def test_each_part_is_computed_by_the_kernel_that_is_named(make):
         subject = make(**{field: "fused"})
         assert used(subject) == {name: name == part for name in fields}
         assert subject.train()["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def test_numbers_of_the_section_reach_optimizer_reader_and_step(make, monkeypatch):
+    given: dict[str, Any] = {}
+    real_step, real_reader, real_distribute = (
+        epoch.train_minibatch,
+        reading.policy_reader,
+        workbench.distribute,
+    )
+
+    def step(*arguments: Any, **named: Any) -> dict[str, float]:
+        given.update(batches=len(arguments[1]), max_grad_norm=named["max_grad_norm"])
+        return real_step(*arguments, **named)
+
+    def reader(**named: Any) -> Any:
+        given["reader"] = named
+        return real_reader(**named)
+
+    def distribute(model: Any, mesh: Any, *, compute_dtype: torch.dtype) -> None:
+        given["compute_dtype"] = compute_dtype
+        real_distribute(model, mesh)  # half precision needs a process group
+
+    monkeypatch.setattr(epoch, "train_minibatch", step)
+    monkeypatch.setattr(reading, "policy_reader", reader)
+    monkeypatch.setattr(workbench, "distribute", distribute)
+    subject = make(
+        learning_rate=0.5, beta1=0.1, beta2=0.2, eps=0.3, weight_decay=0.4, max_grad_norm=0.25,
+        micro_batch_tokens=10, logprob_kernel="chunked", logprob_keep_gb=2.0, compute_dtype="bfloat16",
+    )  # fmt: skip
+    subject.train()
+    (group,) = subject.trainee.optimizer.param_groups
+    found = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    assert found == {"lr": 0.5, "betas": (0.1, 0.2), "eps": 0.3, "weight_decay": 0.4}
+    assert given["reader"] == {"temperature": 1.0, "kernel": "chunked", "keep_gb": 2.0}
+    assert (given["batches"], given["max_grad_norm"], given["compute_dtype"]) == (5, 0.25, torch.bfloat16)
 
 
 def test_packing_is_proven_on_the_policy_that_is_trained(make, monkeypatch):
