@@ -7,7 +7,10 @@ configuration that is not there for JSON.
 import json
 import re
 import signal
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +43,8 @@ def says_what_is_wrong(workflow: Workflow) -> Workflow:
 
     def local_execute(*context: Any, **inputs: Any) -> Any:
         try:
-            return execute(*context, **inputs)
+            with _interruptible():
+                return execute(*context, **inputs)
         except click.ClickException:  # what is refused at launch is shown as it is
             raise
         except KeyboardInterrupt:
@@ -54,6 +58,19 @@ def says_what_is_wrong(workflow: Workflow) -> Workflow:
 
     workflow.local_execute = local_execute  # pyright: ignore[reportAttributeAccessIssue]
     return workflow
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises, as in any Python program; flytekit's own handler ends the process with 1."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _is_quiet() -> bool:
