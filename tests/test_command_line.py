@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The parameter --fresh is used mo
 
 
 def answer(folder: Path, config: dict, *arguments: str, codes: tuple[int, ...] = (1, 2)) -> str:
-    """What the command prints before it ends with one of ``codes``; in this process, which has all imports."""
+    """What the command prints before it ends with one of ``codes``; in this process, which is quicker."""
     line = command(folder, config, *arguments)[1:]
     with contextlib.chdir(folder):
         ended = CliRunner(env={"COLUMNS": "1000"}).invoke(pyflyte.main, line)
