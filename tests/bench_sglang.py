@@ -40,6 +40,7 @@ from served import (
 
 from tasks.embedded.ports import HOST
 from tasks.embedded.valkey import ensure_valkey
+from tasks.engine.collector import old_objects_apart
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sglang import OVERCOMMIT, Fleet, SglangEngine
 from tasks.engine.sglang_server import LaunchedServer
@@ -95,7 +96,8 @@ def engine_call(engine: SglangEngine, num_prompts: int, params: SamplingParams) 
     prompts = random_prompts(num_prompts, PROMPT, seed=time.time_ns() % 2**31)
     requests = [Request(prompt_ids=tuple(ids), seeds=(i,)) for i, ids in enumerate(prompts)]
     start = time.perf_counter()
-    groups = engine.generate(requests, params)
+    with old_objects_apart():  # as a worker and an evaluation do
+        groups = engine.generate(requests, params)
     seconds = time.perf_counter() - start
     return sum(len(c.response_ids) for group in groups for c in group) / seconds
 
