@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 from tasks.section import Section
 
 DEEPEP_ROOM = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
-"""Environment variable of SGLang: tokens of a GPU in one step of decoding; 128 where it is not set."""
+"""Environment variable of SGLang: tokens of a GPU in one step of decoding."""
+DEFAULT_ROOM, LARGEST_ROOM = 128, 1024
 
 
 class SglangConfig(Section):
@@ -24,7 +25,7 @@ class SglangConfig(Section):
     """Added to the server's environment."""
     device: Literal["cuda", "cpu"] = "cuda"
     tp: int = Field(default=1, ge=1)
-    """GPUs of one server. With ``moe_a2a`` or ``dp_attention`` the experts are spread over them."""
+    """GPUs of one server, each with a share of every weight; with ``ep`` each has experts of its own."""
     ep: int = Field(default=1, ge=1)
     """Expert-parallel size: 1, or all of ``tp``."""
     dp_attention: bool = False
@@ -68,10 +69,13 @@ class SglangConfig(Section):
 
     @model_validator(mode="after")
     def _parallelism_is_one_sglang_has(self) -> Self:
-        if self.ep not in (1, self.tp):  # experts and widths split at once were seen to degenerate
+        if self.urls:  # started by others, with arguments of their own
+            return self
+        if self.ep not in (1, self.tp):
             raise ValueError(
-                "ep must be 1 or tp: where SGLang splits experts and their widths at once, responses were "
-                f"seen to degenerate, got ep={self.ep}, tp={self.tp}. Set ep to 1 or to {self.tp}."
+                "ep must be 1 or tp: where SGLang splits experts and their widths at once, its fused sum is "
+                f"over one of the two and responses are garbage (sgl-project/sglang#32963), got ep={self.ep},"
+                f" tp={self.tp}. Set ep to 1 or to {self.tp}."
             )
         if self.moe_a2a == "deepep" and self.ep != self.tp:
             raise ValueError(
@@ -83,13 +87,8 @@ class SglangConfig(Section):
                 f"deepep_mode goes with moe_a2a 'deepep' and only with it, got {self.deepep_mode!r}. "
                 "Set it to 'auto' or moe_a2a to 'deepep'."
             )
-        room = int(self.environment.get(DEEPEP_ROOM, 128)) * self.tp
-        if self.moe_a2a == "deepep" and self.deepep_mode != "normal" and self.max_running_requests > room:
-            raise ValueError(
-                f"max_running_requests must be at most {room}, what DeepEP's low-latency kernels take of "
-                f"{self.tp} GPUs ({room // self.tp} of each), got {self.max_running_requests}. Lower it, or "
-                f"set {DEEPEP_ROOM} in environment, to 1024 at most."
-            )
+        if self.moe_a2a == "deepep" and self.deepep_mode != "normal":
+            self._check_deepep_room()
         if self.deepep_mode == "normal" and self.cuda_graphs:
             raise ValueError(
                 "cuda_graphs must be off with deepep_mode 'normal', whose counts reach the host in every "
@@ -98,12 +97,30 @@ class SglangConfig(Section):
         if self.dp_attention and self.ep > 1 and self.moe_a2a == "none":
             raise ValueError(
                 "dp_attention with ep above 1 needs moe_a2a 'deepep': over SGLang's own exchange its logits "
-                f"were wrong (sgl-project/sglang#23729), got ep={self.ep}, moe_a2a='none'. Set moe_a2a to "
-                "'deepep' or ep to 1."
+                f"were wrong (sgl-project/sglang#23729), got ep={self.ep}, moe_a2a='none'. Set ep to 1; or "
+                "moe_a2a to 'deepep' and quantization to 'fp8' or 'fp8_blocks', for SGLang stops at bf16 "
+                "weights there."
             )
         if self.dp_attention and self.tp == 1:
             raise ValueError("dp_attention needs tp of at least 2, got tp=1. Raise tp or turn it off.")
         return self
+
+    def _check_deepep_room(self) -> None:
+        """What DeepEP's low-latency kernels take in one step, all GPUs together."""
+        given = self.environment.get(DEEPEP_ROOM, str(DEFAULT_ROOM))
+        if not given.isdecimal() or not 1 <= int(given) <= LARGEST_ROOM:
+            raise ValueError(
+                f"{DEEPEP_ROOM} in environment must be a whole number from 1 to {LARGEST_ROOM}, got "
+                f"{given!r}. Set it so, or leave it out for {DEFAULT_ROOM}."
+            )
+        room = int(given) * self.tp
+        if self.max_running_requests > room:
+            raise ValueError(
+                f"max_running_requests must be at most {room}, what DeepEP's low-latency kernels take of "
+                f"{self.tp} GPUs ({given} of each), got {self.max_running_requests}. Lower it, or set "
+                f"{DEEPEP_ROOM}, to {LARGEST_ROOM} at most, in the section's environment, which alone is "
+                "read here."
+            )
 
     @model_validator(mode="after")
     def _choices_go_together(self) -> Self:

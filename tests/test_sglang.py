@@ -22,7 +22,7 @@ from tasks.engine.sglang_model import served_folder
 from tasks.engine.sglang_server import LaunchedServer, server_arguments
 from tasks.rollout_config import RolloutConfig
 from tasks.schema import RolloutFrame, make_frame
-from tasks.sglang_config import SglangConfig
+from tasks.sglang_config import DEEPEP_ROOM, SglangConfig
 
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=1.0, stop_ids=frozenset({1}))
 REQUESTS = [Request(prompt_ids=(2, 9, 10, 11, 3), seeds=tuple(range(4)))] * 4
@@ -35,17 +35,22 @@ def folder(tmp_path_factory):
 
 # --- configuration
 
+DEEPEP = {"tp": 8, "ep": 8, "moe_a2a": "deepep"}
+
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"tp": 8, "ep": 4}, "ep must be 1 or tp: .* Set ep to 1 or to 8"),
+        ({"tp": 8, "ep": 4}, r"ep must be 1 or tp: .*#32963.* Set ep to 1 or to 8"),
         ({"tp": 8, "ep": 1, "moe_a2a": "deepep"}, "ep must equal tp"),
-        ({"tp": 8, "ep": 8, "dp_attention": True}, "needs moe_a2a 'deepep': .* wrong"),
+        ({"tp": 8, "ep": 8, "dp_attention": True}, "wrong.* Set ep to 1; or .*quantization to 'fp8'"),
         (
             {"tp": 8, "ep": 8, "moe_a2a": "deepep", "max_running_requests": 1025},
-            "at most 1024, what DeepEP's",
+            "at most 1024, what DeepEP's .* in the section's environment, which alone is read",
         ),
+        ({**DEEPEP, "environment": {DEEPEP_ROOM: "abc"}}, "whole number from 1 to 1024, got 'abc'"),
+        ({**DEEPEP, "environment": {DEEPEP_ROOM: "0"}}, "whole number from 1 to 1024, got '0'"),
+        ({**DEEPEP, "environment": {DEEPEP_ROOM: "1025"}}, "whole number from 1 to 1024, got '1025'"),
         ({"deepep_mode": "low_latency"}, "deepep_mode goes with moe_a2a"),
         ({"tp": 8, "ep": 8, "moe_a2a": "deepep", "deepep_mode": "normal"}, "cuda_graphs must be off"),
         ({"dp_attention": True}, "tp of at least 2"),
@@ -61,6 +66,22 @@ def folder(tmp_path_factory):
 def test_combinations_that_sglang_gets_wrong_are_refused_at_launch(values, message):
     with pytest.raises(ValidationError, match=message):
         SglangConfig(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tp": 8, "ep": 4, "urls": ["http://engine:1"]},
+        {**DEEPEP, "max_running_requests": 4096, "urls": ["http://engine:1"]},
+        {"environment": {DEEPEP_ROOM: "abc"}},
+        {**DEEPEP, "deepep_mode": "normal", "cuda_graphs": False, "max_running_requests": 4096},
+        {**DEEPEP, "max_running_requests": 8192, "environment": {DEEPEP_ROOM: "1024"}},
+        {**DEEPEP, "max_running_requests": 1024},
+    ],
+    ids=["others' ep", "others' DeepEP", "no DeepEP", "normal mode", "largest room", "default room"],
+)
+def test_what_the_section_does_not_start_or_use_is_not_refused(values):
+    SglangConfig(**values)
 
 
 def test_the_engine_decides_what_a_worker_may_ask_of_it():
