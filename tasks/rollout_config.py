@@ -46,8 +46,8 @@ class RolloutConfig(Section):
     """Prompt groups that one lease covers."""
     portions_at_once: int = Field(default=0, ge=0)
     """Leases that one worker samples at the same time, so that its engine has work at the end of one. 0 =
-    with SGLang a worker's share of the iteration's portions, at most 4; with the embedded engine, which fills
-    a batch with one, 1."""
+    with SGLang a worker's share of the iteration's portions (all, for ``standing``), at most 4; with the
+    embedded engine, which fills a batch with one, 1."""
     max_portions_per_worker: int = Field(default=0, ge=0)
     """Leases one worker task takes before it leaves the rest to the others; 0 = until the queue is empty. A
     local run executes mapped tasks one after the other, so without it the first worker would do all."""

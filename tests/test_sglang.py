@@ -91,6 +91,7 @@ def test_the_engine_decides_what_a_worker_may_ask_of_it():
     assert portions_at_once(RolloutConfig()) == 1
     assert [portions_at_once(RolloutConfig(**offered, workers=n)) for n in (1, 8, 32)] == [4, 2, 1]
     assert portions_at_once(RolloutConfig(**offered, workers=32, portions_at_once=3)) == 3
+    assert portions_at_once(RolloutConfig(**offered, workers=32, pool="standing")) == 4  # workers say nothing
     with pytest.raises(ValidationError, match=r"speaks to engine 'sglang' only, got .*\['tp'\] of it"):
         RolloutConfig.model_validate({"sglang": {"tp": 8}})
     with pytest.raises(ValidationError, match="expert ids only"):

@@ -47,7 +47,8 @@ def _sglang_fleet(config_json: str, routing: bool, dtype: str) -> "Fleet":
 
 def portions_at_once(rollout: RolloutConfig) -> int:
     """Leases that a worker samples at the same time: as configured, or by the engine."""
-    share = min(rollout.num_portions // rollout.workers, 4) if rollout.engine == "sglang" else 1
+    workers = 1 if rollout.pool == "standing" else rollout.workers  # how many stand is not configured
+    share = min(rollout.num_portions // workers, 4) if rollout.engine == "sglang" else 1
     return rollout.portions_at_once or max(share, 1)
 
 
