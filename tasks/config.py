@@ -194,15 +194,21 @@ class CampaignConfig(Section):
             )
 
     def _check_longest_row(self) -> None:
-        """A row longer than a micro-batch goes alone, and must still go through the dispatcher."""
-        train, longest = self.train, self.rollout.max_new_tokens
+        """A row longer than a micro-batch goes alone, and must still go through the dispatcher.
+
+        Prompts, an environment's replies and how many turns a module takes are not seen here.
+        """
+        train, rollout, turns = self.train, self.rollout, self.environment.max_turns
+        longest = turns * rollout.max_new_tokens
+        if rollout.context_limit:  # prompt and replies included
+            longest = min(longest, rollout.context_limit - 1)
         bounds = {"deepep": train.deepep.max_tokens, "nvlink": train.nvlink.max_tokens}
         bound = bounds.get(train.dispatcher, 0) * train.cp * train.tp
         if 0 < bound <= longest:
             raise ValueError(
-                f"train.{train.dispatcher}.max_tokens * cp * tp must exceed rollout.max_new_tokens, for a "
-                f"response and its prompt pass through it whole, got {bound} <= {longest}. Raise max_tokens "
-                "by a prompt more than that, or cp."
+                f"train.{train.dispatcher}.max_tokens * cp * tp must exceed rollout.max_new_tokens"
+                f"{f' * {turns} turns' if turns > 1 else ''}, for a prompt and all that follows pass through "
+                f"it whole, got {bound} <= {longest}. Raise max_tokens by a prompt more than that, or cp."
             )
 
     @classmethod

@@ -143,6 +143,11 @@ class EnvironmentConfig(TaskConfig):
         return any(task.name in ("calculator", "module") for task in self.tasks)
 
     @property
+    def max_turns(self) -> int:
+        """Turns that a conversation may have, where the configuration knows it: a module's it does not."""
+        return max((task.calculator.max_turns for task in self.tasks if task.name == "calculator"), default=1)
+
+    @property
     def tasks(self) -> list[TaskConfig]:
         return [part.environment for part in self.mix] or [self]
 

@@ -85,6 +85,14 @@ def test_a_campaign_that_trains_on_gpus_samples_on_them(path):
             },
             ["train.deepep.max_tokens * cp * tp must exceed rollout.max_new_tokens", "16384 <= 16384"],
         ),
+        (
+            {
+                "environment": {"name": "calculator", "calculator": {"max_turns": 8}},
+                "rollout": {"max_new_tokens": 4096},
+                "train": {"dispatcher": "deepep", "backend": "nccl", "compute_dtype": "bfloat16"},
+            },
+            ["must exceed rollout.max_new_tokens * 8 turns", "16384 <= 32768"],
+        ),
         ({"train": {"fsdp": 3}}, ["train: fsdp must divide the 2 ranks", "fsdp=3", "[1, 2]"]),
         (
             {"train": {"topology": "node_1x8", "ep": 4, "fsdp": 2}},
@@ -275,6 +283,22 @@ def test_a_password_comes_from_a_file_and_never_stands_in_the_url(tmp_path):
         with pytest.raises(ValueError, match="password_file goes with") as error:
             BufferConfig(url=wrong, password_file="x")
         assert "secret" not in str(error.value).split("input_value")[0]
+
+
+def test_a_conversation_is_no_longer_than_the_context_that_is_served():
+    sections = {
+        "model": {"dtype": "bfloat16"},
+        "environment": {"name": "calculator", "calculator": {"max_turns": 8}},
+        "train": {
+            "dispatcher": "deepep", "backend": "nccl", "compute_dtype": "bfloat16", "deterministic": False,
+        },
+    }  # fmt: skip
+    rollout = {"engine": "sglang", "max_new_tokens": 4096}
+    fits = rollout | {"sglang": {"context_length": 16384}}
+    CampaignConfig.model_validate(sections | {"rollout": fits})
+    longer = rollout | {"sglang": {"context_length": 16385}}
+    with pytest.raises(ValueError, match=r"8 turns, .* got 16384 <= 16384"):
+        CampaignConfig.model_validate(sections | {"rollout": longer})
 
 
 def test_sglang_on_cuda_is_refused_in_float32():
