@@ -14,12 +14,13 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 import flytekit
@@ -27,6 +28,9 @@ from flytekit import PythonFunctionTask
 from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs, TaskPlugins
 from flytekitplugins.kfpytorch.task import Elastic, PytorchElasticFunctionTask
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 PRELOADED = ["__main__", "tasks.train", "tasks.policy.training.update"]
 """What the ranks' server imports; it must leave CUDA alone, which no forked process can use again."""
@@ -168,7 +172,9 @@ class TorchElasticTask(PytorchElasticFunctionTask):
         except ChildFailedError as failed:
             rank, first = failed.get_first_failure()
             # torch has logged each rank's traceback, and would have this one end with it five times again
-            raise FlyteUserRuntimeException(_said(rank, first.message), timestamp=first.timestamp) from None
+            raise FlyteUserRuntimeException(
+                _said(rank, first, self.num_nodes), timestamp=first.timestamp
+            ) from None
         except OSError as error:
             _require_shared_memory(settings.nproc_per_node, error)
             raise
@@ -190,10 +196,18 @@ class TorchElasticTask(PytorchElasticFunctionTask):
         return super().post_execute(user_params, rval)
 
 
-def _said(rank: int, message: Any) -> RuntimeError:
-    """``message``: torch's record of an exception, or a text where a signal ended the rank."""
+def _said(rank: int, failure: "ProcessFailure", num_nodes: int) -> RuntimeError:
+    """A rank that a signal or ``os._exit`` ended left no record of an exception: torch's text would then be
+    how to ask for one, without the exit code. An agent has failures of its own node only."""
+    where = f" on {socket.gethostname()}" if num_nodes > 1 else ""
+    message: Any = failure.message
     text = message["message"] if isinstance(message, dict) else message
-    return RuntimeError(f"rank {rank} of the training failed. {text}")
+    if failure.exitcode >= 0 and not os.path.isfile(failure.error_file):
+        text = (
+            f"Its process ended with exit code {failure.exitcode} and left no exception; what it wrote is in "
+            "the log of its node."
+        )
+    return RuntimeError(f"rank {rank} of the training{where} failed. {text}")
 
 
 def _require_shared_memory(num_ranks: int, error: OSError) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,11 @@ def fail() -> None:
     raise ValueError(f"rank {os.environ['RANK']} must be well, got ill")
 
 
+@task(task_config=TWO_RANKS)
+def leave(code: int) -> None:
+    os._exit(code)
+
+
 def test_trainings_of_a_process_fork_their_ranks_from_one_server_that_imported_the_trainer():
     first, imported, *_ = look(name="X")
     second, imported_again, *_ = look(name="X")
@@ -66,8 +72,23 @@ def test_the_error_of_a_rank_reaches_whoever_ran_the_task_and_no_folder_stays(tm
     said = "".join(traceback.format_exception(caught.value))
     assert re.search(r"rank (\d) of the training failed\. ValueError: rank \1 must be well, got ill\n$", said)
     assert said.count("must be well, got ill") == 1  # each rank's traceback was in it five times
-    assert str(elastic._said(1, "Signal 9 (SIGKILL)")) == "rank 1 of the training failed. Signal 9 (SIGKILL)"
     assert not [*tmp_path.glob("torchelastic_*"), *tmp_path.glob("moe-rl-ranks-*")]
+
+
+def test_a_rank_that_left_no_exception_is_told_by_its_exit_code_or_signal_and_with_nodes_by_its_host():
+    """It said "To enable traceback see" and an address."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    with pytest.raises(Exception) as caught:
+        leave(code=17)
+    said = "".join(traceback.format_exception(caught.value))
+    assert re.search(r"rank \d of the training failed\. Its process ended with exit code 17 and left", said)
+    assert "https://" not in said
+    killed = ProcessFailure(local_rank=1, pid=99, exitcode=-signal.SIGKILL, error_file="none")
+    host = socket.gethostname()
+    for num_nodes, where in ((1, ""), (2, f" on {host}")):
+        text = f"rank 1 of the training{where} failed. Signal 9 (SIGKILL) received by PID 99"
+        assert str(elastic._said(1, killed, num_nodes)) == text
 
 
 FULL = """
