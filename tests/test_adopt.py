@@ -152,6 +152,8 @@ def test_a_policy_that_could_not_end_what_it_is_taught_is_refused_before_anythin
         ("chat_template.jinja", "{% for m", r"must render a user's message, got: "),
         ("chat_template.jinja", "{{ raise_exception('no') }}", r"must render a user's message, got: no"),
         ("tokenizer.json", "{", r"snapshots/0123 must hold a tokenizer that can be loaded, got: "),
+        ("tokenizer.json", "{}", r"must hold a tokenizer that can be loaded, got: KeyError: 'added_tokens'"),
+        ("tokenizer.json", '{"added_tokens": []}', r"can be loaded, got: Exception: Model missing"),
         ("generation_config.json", "{", r"generation_config\.json must be JSON, got: "),
     ],
 )

@@ -94,6 +94,13 @@ def test_every_end_id_of_the_checkpoint_stops_a_response(tmp_path):
     assert stop_ids(tmp_path) == frozenset({7, 3})
 
 
+@pytest.mark.parametrize("value", ["true", "[7, true]", "[]", '"7"'])
+def test_an_end_id_that_is_no_number_is_refused(tmp_path, value):
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+    with pytest.raises(ValueError, match="must be a token's id or a list of them"):
+        stop_ids(tmp_path)
+
+
 def test_an_end_token_is_trained_also_where_it_pads():
     """Row 14: a mask made of "is not padding" left the end untrained, and the policy never stopped."""
     pad = 0

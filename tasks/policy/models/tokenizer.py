@@ -43,8 +43,9 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
 
     try:
         return AutoTokenizer.from_pretrained(str(folder))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{folder} must hold a tokenizer that can be loaded, got: {error}") from error
+    except Exception as error:  # tokenizers raises bare Exceptions, transformers KeyError for a field
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder} must hold a tokenizer that can be loaded, got: {got}") from error
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
@@ -93,7 +94,7 @@ def stop_ids(folder: Path) -> frozenset[int]:
             "one no response would ever end; add it to the checkpoint."
         )
     ids = value if isinstance(value, list) else [value]
-    if not ids or not all(isinstance(token, int) for token in ids):
+    if not ids or not all(type(token) is int for token in ids):  # True is an int
         raise ValueError(f"eos_token_id in {path} must be a token's id or a list of them, got {value!r}.")
     return frozenset(ids)
 
