@@ -76,6 +76,7 @@ class MultiTurnEnvironment(Environment, Protocol):
     """An environment that answers: a tool's output, or the next message of a user.
 
     ``turns`` are the policy's, oldest first. The tokens of a reply are read by the policy and never trained.
+    A worker that samples several portions at once calls ``reply`` of one environment from several threads.
     """
 
     max_turns: int
