@@ -17,18 +17,21 @@ import torch.distributed as dist
 from families import tiny_policy
 from ranks import run_ranks
 from test_packing import rows
+from torch.distributed import distributed_c10d
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tasks.config import CampaignConfig
 from tasks.elastic import TrainingPreempted
-from tasks.policy.dispatch.dispatcher import LocalDispatcher
+from tasks.policy.dispatch.dispatcher import LocalDispatcher, make_dispatcher
 from tasks.policy.parallel.experts import attach_dispatcher
+from tasks.policy.parallel.fsdp import shard_parameters
 from tasks.policy.parallel.mesh import make_mesh
 from tasks.policy.ranks import process_group
 from tasks.policy.ranks.progress import BLOCKED, Progress, Sign, Watchdog, slow_ranks, standing_still
 from tasks.policy.step.trainer import make_optimizer
 from tasks.policy.training.epoch import train
 from tasks.policy.training.nonfinite import NonFiniteSteps, steps_taken
+from tasks.policy.training.resident import Resident
 from tasks.policy.training.trainee import Trainee
 from tasks.schema import TrainFrame, from_bytes
 from tasks.train import UPDATE_POLICY
@@ -244,8 +247,28 @@ def test_a_collective_that_a_rank_never_joins_fails_at_its_deadline():
     run_ranks(check_deadline, 2)
 
 
+def check_deadlines_of_groups(rank: int, world_size: int) -> None:
+    mesh = make_mesh(world_size, ep=2, fsdp=2, timeout=timedelta(seconds=77))
+    model = tiny_policy("qwen3_moe")
+    attach_dispatcher(model, make_dispatcher("all_to_all", mesh.ep_group))
+    shard_parameters(model, mesh, compute_dtype=torch.float32)
+    made = [group for group in distributed_c10d._world.pg_map if group is not mesh.world]
+    assert mesh.ep_group in made and len(made) > 4
+    for group in made:
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._timeout == timedelta(seconds=77), dist.get_process_group_ranks(group)
+
+
+def test_every_group_of_a_mesh_has_the_configured_deadline():
+    """Only that of all ranks had: torch gives others 30 minutes, and NCCL's 10."""
+    run_ranks(check_deadlines_of_groups, 4)
+    train = {"topology": "single_1x1", "ep": 1, "dispatcher": "local", "collective_timeout_seconds": 77}
+    config = CampaignConfig.model_validate({"train": train})
+    assert Resident().make_mesh(config).timeout == timedelta(seconds=77)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_every_group_of_a_training_has_the_configured_deadline_and_knows_its_device(backend, monkeypatch):
+def test_the_group_of_all_ranks_has_the_configured_deadline_and_knows_its_device(backend, monkeypatch):
     """With a device, NCCL makes communicators at once, and DeepEP takes a group's as it finds it."""
     given: dict[str, Any] = {}
     train = {"backend": backend, "collective_timeout_seconds": 77, "deterministic": False}

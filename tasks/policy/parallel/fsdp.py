@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout  # as torchtitan does: a mesh takes none
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -32,7 +33,8 @@ def shard_parameters(model: PreTrainedModel, mesh: ParallelMesh, *, compute_dtyp
             "parameters must be sharded after init_process_group, got none. Call it first, also for one rank."
         )
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    dense, experts = _dense_mesh(mesh, device), _expert_mesh(mesh, device)
+    dense = _device_mesh(mesh, device, fsdp=mesh.dense_shards, tp=mesh.tp)
+    experts = _device_mesh(mesh, device, efsdp=mesh.efsdp, ep=mesh.ep)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # routing weights may be float32 beside half-precision rows; casting them would change what is computed
     as_they_come = MixedPrecisionPolicy(
@@ -67,13 +69,12 @@ def is_fully_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def _dense_mesh(mesh: ParallelMesh, device: str) -> DeviceMesh:
-    ranks = torch.arange(mesh.world_size).view(mesh.pp, -1, mesh.dense_shards, mesh.tp)
-    whole = DeviceMesh(device, ranks, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-    return whole["dp_replicate", "fsdp"] if ranks.shape[1] > 1 else whole["fsdp"]
-
-
-def _expert_mesh(mesh: ParallelMesh, device: str) -> DeviceMesh:
-    ranks = torch.arange(mesh.world_size).view(mesh.pp, -1, mesh.efsdp, mesh.ep)
-    whole = DeviceMesh(device, ranks, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
-    return whole["dp_replicate", "efsdp"] if ranks.shape[1] > 1 else whole["efsdp"]
+def _device_mesh(mesh: ParallelMesh, device: str, **inner: int) -> DeviceMesh:
+    """Of the first of two ``inner`` axes, and of the copies of all it holds if there are any."""
+    axes = ("pp", "dp_replicate", *inner)
+    ranks = torch.arange(mesh.world_size).view(mesh.pp, -1, *inner.values())
+    whole = DeviceMesh(device, ranks, mesh_dim_names=axes)
+    if mesh.timeout is not None:
+        for axis in axes:
+            _set_pg_timeout(mesh.timeout, whole.get_group(axis))
+    return whole[axes[1:3]] if ranks.shape[1] > 1 else whole[axes[2]]

@@ -18,6 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -53,6 +55,8 @@ class ParallelMesh(Grid):
     one NCCL communicator would run the two directions in the order of their calls and lock."""
     tied_group: dist.ProcessGroup | None
     """This rank and its like in the first and last stage, where it is in one of them."""
+    timeout: timedelta | None
+    """Of a collective of any of these groups, and of those that FSDP makes; None = torch's default."""
 
     @property
     def stage(self) -> int:
@@ -91,9 +95,17 @@ class ParallelMesh(Grid):
 
 
 def make_mesh(
-    world_size: int, ep: int, fsdp: int = 1, *, tp: int = 1, cp: int = 1, pp: int = 1
+    world_size: int,
+    ep: int,
+    fsdp: int = 1,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    timeout: timedelta | None = None,
 ) -> ParallelMesh:
-    """Create the groups; with more than one rank, call on every rank after ``init_process_group``."""
+    """Create the groups; with more than one rank, call on every rank after ``init_process_group``, whose
+    timeout no other group takes over."""
     grid = Grid(world_size=world_size, ep=ep, fsdp=fsdp, tp=tp, cp=cp, pp=pp).checked()
     rank = 0
     if world_size > 1:
@@ -104,25 +116,26 @@ def make_mesh(
                 "Start the ranks with torchrun and call init_process_group first."
             )
         rank = dist.get_rank()
-    ranks = torch.arange(world_size)
+    ranks, my_group = torch.arange(world_size), partial(_my_group, timeout=timeout)
     by_stage = ranks.view(pp, -1)  # [stage, rank of it]
     ends = by_stage[[0, -1]].T.tolist() if pp > 1 else []
     stages = by_stage.T.tolist() if pp > 1 else []
-    ep_group, copies = _my_group(ranks.view(-1, ep).tolist()), by_stage.view(pp, -1, grid.holders)
+    ep_group, copies = my_group(ranks.view(-1, ep).tolist()), by_stage.view(pp, -1, grid.holders)
     return ParallelMesh(
         **asdict(grid),
         rank=rank,
         world=dist.group.WORLD if world_size > 1 else None,
         ep_group=ep_group,
-        replicate_group=_my_group(by_stage.view(pp, -1, ep).transpose(1, 2).flatten(0, 1).tolist()),
-        dense_group=_my_group(by_stage.view(pp, -1, tp).transpose(1, 2).flatten(0, 1).tolist()),
-        tp_group=_my_group(ranks.view(-1, tp).tolist()),
-        cp_group=_my_group(ranks.view(-1, cp, tp).transpose(1, 2).flatten(0, 1).tolist()),
+        replicate_group=my_group(by_stage.view(pp, -1, ep).transpose(1, 2).flatten(0, 1).tolist()),
+        dense_group=my_group(by_stage.view(pp, -1, tp).transpose(1, 2).flatten(0, 1).tolist()),
+        tp_group=my_group(ranks.view(-1, tp).tolist()),
+        cp_group=my_group(ranks.view(-1, cp, tp).transpose(1, 2).flatten(0, 1).tolist()),
         copy_group=ep_group
         if grid.copy_size == ep
-        else _my_group(copies.transpose(0, 1).flatten(1, 2).tolist()),
-        stage_groups=_pair(_my_group(stages), _my_group(stages)),
-        tied_group=_my_group(ends),
+        else my_group(copies.transpose(0, 1).flatten(1, 2).tolist()),
+        stage_groups=_pair(my_group(stages), my_group(stages)),
+        tied_group=my_group(ends),
+        timeout=timeout,
     )
 
 
@@ -210,13 +223,13 @@ def _pair(
     return None if one is None or other is None else (one, other)
 
 
-def _my_group(rank_lists: list[list[int]]) -> dist.ProcessGroup | None:
+def _my_group(rank_lists: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup | None:
     """The group that this rank is in, if one is and has others: every rank creates all, in one order."""
     if all(len(ranks) == 1 for ranks in rank_lists):
         return None
     if len(rank_lists[0]) == dist.get_world_size():
         return dist.group.WORLD
-    groups = [(ranks, dist.new_group(ranks)) for ranks in rank_lists]
+    groups = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in rank_lists]
     mine = next((group for ranks, group in groups if dist.get_rank() in ranks), None)
     assert mine is None or isinstance(mine, dist.ProcessGroup)
     return mine

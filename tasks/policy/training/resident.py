@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ class Resident:
 
     def make_mesh(self, config: CampaignConfig) -> ParallelMesh:
         """The groups of ranks, made once a process: communicators would pile up."""
-        self.mesh = self.mesh or make_mesh(**asdict(config.train.grid))
+        timeout = timedelta(seconds=config.train.collective_timeout_seconds)
+        self.mesh = self.mesh or make_mesh(**asdict(config.train.grid), timeout=timeout)
         return self.mesh
 
     def open_dispatcher(self, config: CampaignConfig, folder: Path) -> tuple[Dispatcher, dict[str, str]]:
