@@ -15,7 +15,7 @@ from tasks import placement
 from tasks.config import CampaignConfig, with_overrides
 from tasks.records import CampaignRun, CampaignState, CampaignSummary
 from tasks.say import say
-from tasks.session import CURRENT_RUN, is_local_store, open_store, require_existing, run_store, store_folder
+from tasks.session import is_local_store, newest_run, open_store, require_existing, run_store, store_folder
 
 
 @task(enable_deck=True, **placement.CPU.task_arguments())
@@ -62,6 +62,7 @@ def report(run: CampaignRun, state: CampaignState) -> CampaignSummary:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     from tasks.artifacts.errors import StoreError
+    from tasks.experience.errors import ExperienceError
     from tasks.reporting.collect import collect
     from tasks.reporting.page import html_page
 
@@ -79,21 +80,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             checkpoint__store=options.store,
             checkpoint__endpoint_url=options.endpoint_url,
         )
-        found = open_store(where, options.campaign).find_object(CURRENT_RUN)
-        if found is None:
+        run = newest_run(where)
+        if run is None:
             raise ValueError(
                 f"campaign must have been started in {options.store}, got none named {options.campaign!r}. "
                 "Check the spelling."
             )
-        run = CampaignRun.model_validate_json(found)
-    except (ValueError, StoreError) as error:
-        raise SystemExit(str(error)) from None
-    store = open_store(where, run.campaign)
-    record = collect(store, run)
-    try:
+        if is_local_store(where) and store_folder(run.config) != store_folder(where):
+            raise ValueError(
+                f"--store must be where the run looks for its queue, got {store_folder(where)}, it says "
+                f"{run.config.checkpoint.store}. Run this in the folder that the campaign was started in."
+            )
+        store = open_store(where, run.campaign)
+        record = collect(store, run)
         options.to.write_text(html_page(record, store), encoding="utf-8")
-    except OSError as error:
-        raise SystemExit(f"--to must name a file that can be written, got {options.to}: {error}") from None
+    except (ValueError, OSError, StoreError, ExperienceError) as error:
+        raise SystemExit(str(error)) from None
     done = f"{len(record.iterations)} of {run.config.schedule.iterations} iterations"
     print(f"{options.to}: {run.campaign}, {done}")
 

@@ -219,6 +219,14 @@ def test_a_run_that_was_stopped_has_a_report_of_what_it_published(run, tmp_path,
         report.main([*where, "misspelt"])
 
 
+def test_a_report_does_not_count_the_samples_of_another_folders_queue(run, tmp_path, monkeypatch):
+    """Called from elsewhere, a run's relative store is another folder, whose queue it would have started."""
+    elsewhere = run.model_copy(update={"config": with_overrides(run.config, checkpoint__store=str(tmp_path))})
+    monkeypatch.setattr(report, "newest_run", lambda _: elsewhere)
+    with pytest.raises(SystemExit, match="--store must be where the run looks for its queue, got"):
+        report.main(["--store", run.config.checkpoint.store, "--campaign", run.config.name])
+
+
 def test_fresh_opens_the_next_lineage_and_without_it_the_newest(run):
     arguments = {"name": None, "iterations": None, "learning_rate": None, "store": None}
     lineages = [
