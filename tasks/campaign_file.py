@@ -9,8 +9,9 @@ MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
-    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+    def compose_mapping_node(self, anchor: Any) -> MappingNode:
+        """As it is written: what ``<<`` brings is no key of it yet."""
+        node, seen = super().compose_mapping_node(anchor), set[str]()
         for key, _ in node.value:
             if isinstance(key, ScalarNode) and key.tag != MERGE:
                 if key.value in seen:
@@ -19,7 +20,7 @@ class _Loader(yaml.SafeLoader):
                         problem_mark=key.start_mark,
                     )
                 seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def load_campaign(text: str) -> Any:

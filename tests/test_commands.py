@@ -1,9 +1,11 @@
 """What the commands beside ``pyflyte run`` answer to a user's mistakes: a few words, and no traceback."""
 
 import pytest
+import yaml
 from campaigns import ROOT
 
 from tasks import adopt, plan, preflight
+from tasks.campaign_file import load_campaign
 from tasks.engine import standing as worker
 from tasks.experience import watch
 from tasks.policy import launch
@@ -39,6 +41,11 @@ def test_a_configuration_that_cannot_be_read_ends_a_command_in_a_few_words(comma
     with pytest.raises(SystemExit) as end:
         main(["--config", str(path), *more])
     assert words in str(end.value) and str(path) in str(end.value)
+
+
+def test_a_key_beside_those_that_are_merged_in_is_there_once():
+    text = "a: {x: &b {<<: {k: 1}, k: 2}}\nc: {<<: *b}"
+    assert load_campaign(text) == yaml.safe_load(text)
 
 
 def test_a_name_that_no_campaign_can_have_ends_a_command_in_a_few_words(tmp_path):
