@@ -39,3 +39,14 @@ def accepts(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def answers(path: str) -> bool:
+    """Whether somebody listens at a socket of this machine's file system."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(2.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True

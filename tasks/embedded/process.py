@@ -19,6 +19,7 @@ A forked child is not a user until it calls ``ensure_running`` itself. All of it
 folder must be on a file system with FIFOs and ``flock``.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -32,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasks.embedded.files import POLL_S, exclusive, is_held, write_private
-from tasks.embedded.ports import HOST, accepts, free_ports, is_free
+from tasks.embedded.ports import HOST, accepts, answers, free_ports, is_free
 
 GUARD = Path(__file__).with_name("guard.py")
 
@@ -208,9 +209,12 @@ def _start(server: Server, folder: Path, port: int) -> list[int]:
 
 
 def _remove_what_a_killed_guard_left(folder: Path) -> None:
-    """Only a guard that was killed has not withdrawn its discovery file, nor removed what that names."""
+    """Only a guard that was killed has not withdrawn its discovery file, nor removed what that names. By now
+    another server may have a port of its, and the socket of the same name."""
     for path in (_discovery(folder) or {}).get("leftovers", []):
-        Path(path).unlink(missing_ok=True)
+        if not answers(path):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def _start_guard(server: Server, folder: Path, launch: Launch) -> int:
