@@ -26,7 +26,7 @@ Workflow = TypeVar("Workflow")
 PROJECT = Path(__file__).resolve().parent
 SAID = (ValueError, RuntimeError, TrainingPreempted)
 """What the project raises with a sentence for people; other errors are faults, and need their traceback."""
-_WHERE = re.compile(r"Error encountered while executing '[^']+':\s*")
+_WHERE = re.compile(r"(USER:\w+: error=)?(Error encountered while executing '[^']+':\s*)?")
 
 
 class Stopped(click.ClickException):
@@ -51,6 +51,10 @@ def says_what_is_wrong(workflow: Workflow) -> Workflow:
             if not _is_quiet():
                 raise
             raise Stopped("stopped by Ctrl-C. What was published stays; run it again to go on.") from None
+        except FlyteUserRuntimeException as error:  # of a rank, whose traceback was printed where it ended
+            if _is_quiet():
+                raise click.ClickException(_WHERE.sub("", str(error))) from error
+            raise
         except SAID as error:
             if _is_quiet() and (said := _said(error)):
                 raise click.ClickException(said) from error
@@ -81,8 +85,6 @@ def _is_quiet() -> bool:
 
 def _said(error: Exception) -> str:
     """The sentence and where it was raised; empty if that was not in this project."""
-    if isinstance(error, FlyteUserRuntimeException):  # of a rank: its traceback was printed where it ended
-        return ""
     last = traceback.extract_tb(error.__traceback__)[-1]
     path = Path(last.filename)
     if not path.is_relative_to(PROJECT):
@@ -93,7 +95,7 @@ def _said(error: Exception) -> str:
 
 def _parse(self: JsonParamType, value: Any, param: click.Parameter | None) -> Any:
     """The value of an argument that is JSON, or the name of a file of JSON or YAML."""
-    if not isinstance(value, str) or value.lstrip()[:1] in ("{", "["):
+    if not isinstance(value, str) or Path(value).suffix not in (".json", ".yaml", ".yml"):
         return _parse_json(self, value, param)
     try:
         text = Path(value).read_text(encoding="utf-8")

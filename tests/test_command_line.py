@@ -11,6 +11,7 @@ import torch
 from campaigns import SMALL, command
 from click.testing import CliRunner
 from flytekit.clis.sdk_in_container import pyflyte
+from flytekit.exceptions.user import FlyteUserRuntimeException
 
 from tasks.command_line import says_what_is_wrong
 from tasks.embedded.disk import require_free_space
@@ -47,6 +48,21 @@ def test_what_a_stage_raises_is_its_sentence_with_the_line_unless_more_is_asked_
     message = str(raised.value)
     assert message.startswith("the disk of") and "Free some space" in message
     assert "tasks/embedded/disk.py:" in message and "pyflyte -v run" in message
+
+
+def test_the_failure_of_a_rank_is_one_sentence():
+    """Its traceback was printed where it ended; the graph's has 60 lines more."""
+
+    def stage():
+        error = FlyteUserRuntimeException(RuntimeError("rank 1 of the training failed. ValueError: no"), 1.0)
+        error.args = (f"Error encountered while executing 'tasks.a.b':\n  {error}",)  # as flytekit does
+        raise error
+
+    told = says_what_is_wrong(SimpleNamespace(local_execute=stage))
+    with click.Context(click.Command("pyflyte")) as context, pytest.raises(click.ClickException) as raised:
+        context.params["verbose"] = 0
+        told.local_execute()
+    assert str(raised.value) == "rank 1 of the training failed. ValueError: no"
 
 
 def test_a_fault_in_code_of_the_users_keeps_its_traceback(tmp_path, monkeypatch):
