@@ -297,9 +297,9 @@ class Bucket:
             try:
                 return self._connected(request)
             except _ERRORS as error:
-                if not seconds or not _is_throttled(error):
+                if not seconds or not _is_busy(error):
                     raise self._explained(verb, key, error) from error
-                say("store", f"asks for fewer requests; to {verb} {key} waits for up to {seconds:.0f} s")
+                say("store", f"{error}; waits for up to {seconds:.0f} s to {verb} {key}")
             time.sleep(_jittered(seconds))
         raise AssertionError("the last try returns or raises")
 
@@ -323,7 +323,7 @@ class Bucket:
             elif status in (401, 403) or code in _CREDENTIAL_CODES:
                 reason, advice = "credentials", "Check the AWS credentials and their rights on the bucket."
             elif status >= 500 or status == 429:
-                reason, advice = "unavailable", _SLOWED_DOWN if _is_throttled(error) else _UNAVAILABLE
+                reason, advice = "unavailable", _SLOWED_DOWN if _code(error) == "SlowDown" else _UNAVAILABLE
             else:
                 return error
         elif isinstance(error, (NoCredentialsError, PartialCredentialsError)):
@@ -344,7 +344,8 @@ def _code(error: ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
-def _is_throttled(error: Exception) -> bool:
+def _is_busy(error: Exception) -> bool:
+    """Whether the answer is one that S3 gives for a minute or two."""
     return isinstance(error, ClientError) and (_status(error) in (429, 503) or _code(error) == "SlowDown")
 
 
