@@ -3,6 +3,7 @@
 import pytest
 
 from tasks import report
+from tasks.artifacts.catalogue import config_of
 from tasks.artifacts.manifest import Manifest
 from tasks.artifacts.store import PolicyStore, open_store
 from tasks.checkpoint import open_campaign, resume
@@ -217,6 +218,15 @@ def test_a_run_that_was_stopped_has_a_report_of_what_it_published(run, tmp_path,
     assert f"{run.campaign}" in page.read_text() and "version 1<" in page.read_text()
     with pytest.raises(SystemExit, match="got none named 'misspelt'"):
         report.main([*where, "misspelt"])
+
+
+def test_a_stored_configuration_that_this_release_refuses_is_named(run):
+    store = run_store(run)
+    refused = run.config.model_dump_json().replace('"ep":2', '"ep":3')
+    store.put_object("config/abc.json", refused.encode())
+    refusal = rf"{store.campaign}/config/abc\.json must be .*(?s:.)train: ep must divide .*--fresh"
+    with pytest.raises(ConfigError, match=refusal):
+        config_of(store, "abc")
 
 
 def test_a_report_does_not_count_the_samples_of_another_folders_queue(run, tmp_path, monkeypatch):

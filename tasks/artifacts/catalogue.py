@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tasks.config import CampaignConfig
+from tasks.config import CampaignConfig, ConfigError
 
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
@@ -22,7 +22,15 @@ def keep_config(store: "PolicyStore", config: CampaignConfig) -> None:
 
 
 def config_of(store: "PolicyStore", digest: str) -> CampaignConfig:
-    return CampaignConfig.model_validate_json(store.get_object(f"{CONFIGS}{digest}.json"))
+    """Raises ``ConfigError`` for one that today's rules refuse."""
+    key = f"{CONFIGS}{digest}.json"
+    try:
+        return CampaignConfig.model_validate_json(store.get_object(key))
+    except ValueError as error:
+        raise ConfigError(
+            f"{store.campaign}/{key} must be a configuration of this release, under which the lineage goes "
+            f"on, got one that it refuses: {error} Go on with the release that wrote it, or pass --fresh."
+        ) from error
 
 
 def configs(store: "PolicyStore") -> Iterator[tuple[str, CampaignConfig]]:
