@@ -86,7 +86,11 @@ class Recorded(BaseHTTPRequestHandler):
         is_ended = state.get("aborts_until", 0) >= state["generated"]
         stop = {"type": "abort", "message": "ended"} if is_ended else {"type": "stop", "matched": 1}
         reason = state.get("reason", stop)
-        return self.reply([answer(**meta, id=rid, finish_reason=reason) for rid in body["rid"]])
+        answers = [answer(**meta, id=rid, finish_reason=reason) for rid in body["rid"]]
+        if state.get("tells_prompts"):  # each answer begins with the last token of its prompt
+            for given, prompt in zip(answers, body["input_ids"], strict=True):
+                given["output_ids"][0] = given["meta_info"]["output_token_logprobs"][0][1] = prompt[-1]
+        return self.reply(answers)
 
     def hang_up(self):
         self.close_connection = True

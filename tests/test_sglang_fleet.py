@@ -123,6 +123,7 @@ def test_an_abort_finds_a_request_that_was_asked_again(untied):
         call = threading.Thread(target=engine.generate, args=([pair], PARAMS))
         call.start()
         while not server.state.get("running"):
+            assert call.is_alive()
             time.sleep(0.01)
         engine.abort()
         call.join()
@@ -138,6 +139,7 @@ def test_an_abort_is_repeated_until_nothing_of_it_is_left(untied):
         call = threading.Thread(target=engine.generate, args=(REQUESTS[:1], PARAMS))
         call.start()
         while not server.state.get("running"):
+            assert call.is_alive()
             time.sleep(0.01)
         engine.abort()
         call.join()
@@ -145,28 +147,27 @@ def test_an_abort_is_repeated_until_nothing_of_it_is_left(untied):
 
 
 def test_prompts_that_begin_alike_go_one_after_another_and_answers_keep_their_order(untied):
-    prompts = [(2, 9, 3), (2, 5, 6), (2, 9), (4, 1), (2, 5)]
+    prompts = [(2, 9, 3), (2, 5, 6), (2, 9), (4, 8), (2, 5)]
     requests = [Request(prompt_ids=ids, seeds=(0, 1)) for ids in prompts]
-    with recorded() as server:
+    with recorded(tells_prompts=True) as server:
         engine = attached(server, max_running_requests=1)  # one group at a time
         engine.load(untied[0], 3)
         server.state["asked"].clear()
         groups = engine.generate(requests, PARAMS)
         places = [int(name.split("-")[-2]) for name in server.state["asked"][::2]]
         assert [prompts[place] for place in places] == sorted(prompts)
-        assert [len(group) for group in groups] == [2] * 5
+        answers = [[completion.response_ids for completion in group] for group in groups]
+        assert answers == [[[ids[-1], 1]] * 2 for ids in prompts]
 
 
 def test_a_request_has_a_deadline_that_names_it(untied):
     with recorded(seconds=1.0) as server:
         engine = attached(server, request_seconds=0.2, max_failures=2)
         engine.load(untied[0], 3)
-        start = time.monotonic()
         with pytest.raises(
             SglangError, match=r"request \S+-v\d+-000000-000000-0000\S* must end within .*0.2 on"
         ):
             engine.generate(REQUESTS[:1], PARAMS)
-        assert time.monotonic() - start < 0.9
 
 
 def test_processes_that_share_servers_name_their_requests_apart(untied, monkeypatch):
