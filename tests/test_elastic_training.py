@@ -93,9 +93,15 @@ def test_ranks_may_be_fewer_and_more_again_from_one_iteration_to_the_next(first,
 def test_an_update_names_the_rank_that_stands_still_with_its_phase_and_step(first, tmp_path):
     run, policy = first
     quick = run.model_copy(update={"config": with_overrides(run.config, train__stuck_after_seconds=1.5)})
+    log = tmp_path / "log"
 
     def hurt() -> None:
-        disturbed(2, lambda rank, _stop: time.sleep(6) if rank == 1 else None)
+        def stand_still(rank: int, _stop: Any) -> None:
+            end = time.monotonic() + 30
+            while rank == 1 and "stands still" not in log.read_text() and time.monotonic() < end:
+                time.sleep(0.1)
+
+        disturbed(2, stand_still)
 
     codes, said = attempt((quick, train_batch(run, 0, policy.version, minibatches=4), policy), tmp_path, hurt)
     assert codes == [0, 0], said
