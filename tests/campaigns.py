@@ -1,5 +1,6 @@
 """Runs the campaign as a user does, in a process of its own."""
 
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from click.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parent.parent
 PYFLYTE = str(Path(sys.executable).parent / "pyflyte")
@@ -91,6 +93,22 @@ def run(folder: Path, config: dict, *arguments: str, timeout: float = 600) -> Fi
     output = (folder / "log").read_text()
     assert code == 0, output[-5000:]
     return Finished(output, folder / "store")
+
+
+def refused(folder: Path, config: dict, *arguments: str, codes: tuple[int, ...] = (1, 2)) -> str:
+    """What the command says, on one line, before it ends with one of ``codes``; in this process, which has
+    imported all it needs."""
+    from flytekit.clis.sdk_in_container import pyflyte
+    from flytekit.loggers import logger
+
+    level, wide = logger.level, CliRunner(env={"COLUMNS": "1000"})  # errors come in a box of that width
+    try:
+        with contextlib.chdir(folder):
+            ended = wide.invoke(pyflyte.main, command(folder, config, *arguments)[1:])
+    finally:
+        logger.setLevel(level)
+    assert ended.exit_code in codes, ended.output
+    return " ".join(ended.output.split())
 
 
 def wait_for(folder: Path, pattern: str, process: subprocess.Popen, *, timeout: float = 200) -> None:

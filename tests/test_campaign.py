@@ -1,6 +1,5 @@
 """The whole graph, run as a user runs it: real servers, real torchrun ranks, several processes killed."""
 
-import contextlib
 import os
 import re
 import signal
@@ -9,9 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from campaigns import SMALL, Finished, command, run, servers_of, start, stop, wait_for
-from click.testing import CliRunner
-from flytekit.clis.sdk_in_container import pyflyte
+from campaigns import SMALL, Finished, refused, run, servers_of, start, stop, wait_for
 
 from tasks.config import CampaignConfig, with_overrides
 from tasks.records import CampaignRun
@@ -175,15 +172,6 @@ def test_fresh_starts_the_next_lineage_and_keeps_the_first(reference, copy):
     assert fresh.folder.name == "small.0002" and len(fresh.metrics()) == 3
     assert (fresh.store / "small.0001/report.html").exists()
     assert fresh.digests()[:2] == reference.digests()[:2]  # seeds do not depend on the lineage
-
-
-def refused(folder: Path, config, *arguments) -> str:
-    """What the command says on one line; in this process, which has imported all it needs."""
-    wide = CliRunner(env={"COLUMNS": "1000"})  # errors come in a box of the terminal's width
-    with contextlib.chdir(folder):
-        ended = wide.invoke(pyflyte.main, command(folder, config, *arguments)[1:])
-    assert ended.exit_code != 0
-    return " ".join(ended.output.split())
 
 
 def test_a_resumed_campaign_may_not_change_its_model(reference):

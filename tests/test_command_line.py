@@ -1,31 +1,21 @@
 """What ``pyflyte run`` answers where a run cannot begin: a sentence and where it was raised, no traceback."""
 
-import contextlib
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import click
 import pytest
 import torch
-from campaigns import SMALL, command
-from click.testing import CliRunner
-from flytekit.clis.sdk_in_container import pyflyte
+from campaigns import SMALL, refused
 from flytekit.exceptions.user import FlyteUserRuntimeException
 
 from tasks.command_line import says_what_is_wrong
 from tasks.embedded.disk import require_free_space
 
-pytestmark = pytest.mark.filterwarnings("ignore:The parameter --fresh is used more than once")
-
-
-def answer(folder: Path, config: dict, *arguments: str, codes: tuple[int, ...] = (1, 2)) -> str:
-    """What the command prints before it ends with one of ``codes``; in this process, which is quicker."""
-    line = command(folder, config, *arguments)[1:]
-    with contextlib.chdir(folder):
-        ended = CliRunner(env={"COLUMNS": "1000"}).invoke(pyflyte.main, line)
-    assert ended.exit_code in codes
-    return " ".join(ended.output.split())
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The parameter --fresh is used more than once"),
+    pytest.mark.usefixtures("leave_servers"),
+]
 
 
 @pytest.mark.parametrize("verbose", [0, 1])
@@ -71,7 +61,7 @@ def test_a_fault_in_code_of_the_users_keeps_its_traceback(tmp_path, monkeypatch)
     )
     monkeypatch.syspath_prepend(tmp_path)
     module = {"name": "module", "module": "no_such_rows", "options": {"path": "nothere.jsonl"}}
-    output = answer(tmp_path, SMALL | {"environment": module})
+    output = refused(tmp_path, SMALL | {"environment": module})
     assert "Traceback" in output and "# mine" in output and "nothere.jsonl" in output
 
 
@@ -87,19 +77,19 @@ def test_a_configuration_that_cannot_be_read_is_named_with_its_fault(tmp_path, t
     path = tmp_path / "mine.yaml"
     if text is not None:
         path.write_text(text)
-    output = answer(tmp_path, SMALL, "--config", str(path))
+    output = refused(tmp_path, SMALL, "--config", str(path))
     assert f"--config': must name a YAML or JSON file, got {path}" in output and words in output
     assert "Traceback" not in output
 
 
 def test_a_configuration_may_still_be_given_as_json(tmp_path):
-    output = answer(tmp_path, SMALL, "--config", '{"rollout": {"workers": 0}}')
+    output = refused(tmp_path, SMALL, "--config", '{"rollout": {"workers": 0}}')
     assert "rollout.workers: Input should be greater than or equal to 1, got 0" in output
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="two GPUs are what it asks for")
 def test_ranks_without_gpus_are_refused_before_any_starts(tmp_path):
-    output = answer(tmp_path, SMALL | {"train": {"backend": "nccl"}})
+    output = refused(tmp_path, SMALL | {"train": {"backend": "nccl"}})
     assert "'nccl' needs a GPU for each of the 2 ranks of laptop_1x2 on this machine, got" in output
     assert "Set it to 'gloo'" in output and "Traceback" not in output
 
@@ -112,6 +102,6 @@ def test_ctrl_c_is_answered(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     before = signal.getsignal(signal.SIGINT)
     module = {"name": "module", "module": "interrupted"}
-    output = answer(tmp_path, SMALL | {"environment": module}, codes=(130,))
+    output = refused(tmp_path, SMALL | {"environment": module}, codes=(130,))
     assert "stopped by Ctrl-C. What was published stays; run it again to go on." in output
     assert signal.getsignal(signal.SIGINT) is before
