@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from publishing import manifest, publish, put_folder, respond
+from publishing import manifest, publish, respond
 
 from tasks.artifacts.errors import CorruptArtifact, NotFound, ObjectConflict, VersionConflict
 from tasks.artifacts.manifest import Blob, Manifest
@@ -128,16 +128,6 @@ def test_a_large_file_goes_in_parts_and_comes_back(policy_store: PolicyStore, tm
     assert len(sent) == 3
     policy_store.commit(manifest(policy_store, 0, {"weights.bin": blob}))
     assert (policy_store.pull(0) / "weights.bin").read_bytes() == content
-
-
-def test_put_folder_names_files_by_their_relative_path(policy_store: PolicyStore, tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "b.bin").write_bytes(b"b")
-    (tmp_path / "c.bin").write_bytes(b"c")
-    files = put_folder(policy_store, tmp_path)
-    assert {name: blob.sha256 for name, blob in files.items()} == {
-        name: hashlib.sha256(name[-5:-4].encode()).hexdigest() for name in ("a/b.bin", "c.bin")
-    }
 
 
 def test_a_blob_that_somebody_overwrites_is_still_read_as_published(policy_store: PolicyStore) -> None:
