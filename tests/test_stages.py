@@ -210,8 +210,9 @@ def test_scoring_samples_with_the_collector_kept_from_old_objects(
         "generate",
         lambda engine, *request: counts.append(gc.get_freeze_count()) or generate(engine, *request),
     )
+    old = len(gc.get_objects())
     evaluate(run=run, policy=version)
-    assert len(counts) == 2 and min(counts) > 100_000
+    assert len(counts) == 2 and min(counts) > 0.9 * old
     assert gc.get_freeze_count() == 0
 
 
