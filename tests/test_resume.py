@@ -58,6 +58,12 @@ def resumed(run):
     return [v.version for v in state.versions], state.iterations_done
 
 
+def opened(config, *, name=None, fresh=False, iterations=None):
+    return open_campaign.task_function(
+        config, name=name, iterations=iterations, learning_rate=None, store=None, fresh=fresh
+    )
+
+
 def changed(run):
     """The same lineage under another configuration, whose run has begun."""
     other = run.model_copy(update={"config": with_overrides(run.config, train__learning_rate=0.5)})
@@ -150,9 +156,8 @@ def test_samples_are_not_rejected_for_a_run_that_set_them_aside_but_lost_the_rac
 
 
 def test_two_runs_that_start_a_new_lineage_at_once_get_one_each(run, monkeypatch):
-    arguments = {"name": None, "iterations": None, "learning_rate": None, "store": None, "fresh": True}
     monkeypatch.setattr(PolicyStore, "list_objects", lambda *_: [])  # both looked before either wrote
-    assert [open_campaign.task_function(run.config, **arguments).lineage for _ in range(3)] == [1, 2, 3]
+    assert [opened(run.config, fresh=True).lineage for _ in range(3)] == [1, 2, 3]
 
 
 def test_samples_of_an_unpublished_iteration_are_pending(run):
@@ -192,25 +197,18 @@ def seal_and_publish(run, *, samples):
 
 
 def test_an_older_lineage_is_gone_on_with_by_its_whole_name(run):
-    arguments = {"iterations": None, "learning_rate": None, "store": None}
-
-    def opened(name, *, fresh=False):
-        return open_campaign.task_function(run.config, **arguments, name=name, fresh=fresh)
-
     plain = run.config.name
-    assert [opened(None).lineage, opened(None, fresh=True).lineage] == [1, 2]
-    older = opened(f"{plain}.0001")
+    assert [opened(run.config).lineage, opened(run.config, fresh=True).lineage] == [1, 2]
+    older = opened(run.config, name=f"{plain}.0001")
     assert (older.lineage, older.config) == (1, run.config)
-    assert opened(plain).lineage == 2
+    assert opened(run.config, name=plain).lineage == 2
     for name, fresh, words in ((".0003", False, r"got \.0003\."), (".0001", True, "with --fresh")):
         with pytest.raises(ConfigError, match=rf"one of \['0001', '0002'\].*{words}"):
-            opened(plain + name, fresh=fresh)
+            opened(run.config, name=plain + name, fresh=fresh)
 
 
 def test_a_run_that_was_stopped_has_a_report_of_what_it_published(run, tmp_path, capsys):
-    open_campaign.task_function(
-        run.config, name=None, iterations=None, learning_rate=None, store=None, fresh=False
-    )
+    opened(run.config)
     publish(run, 2)
     where, page = ["--store", run.config.checkpoint.store, "--campaign"], tmp_path / "report.html"
     report.main([*where, run.config.name, "--to", str(page)])
@@ -238,20 +236,14 @@ def test_a_report_does_not_count_the_samples_of_another_folders_queue(run, tmp_p
 
 
 def test_fresh_opens_the_next_lineage_and_without_it_the_newest(run):
-    arguments = {"name": None, "iterations": None, "learning_rate": None, "store": None}
-    lineages = [
-        open_campaign.task_function(run.config, **arguments, fresh=fresh).lineage
-        for fresh in (False, False, True, False)
-    ]
+    lineages = [opened(run.config, fresh=fresh).lineage for fresh in (False, False, True, False)]
     assert lineages == [1, 1, 2, 2]
 
 
 def test_the_effective_configuration_is_stored_by_digest(run, store_folder):
-    opened = open_campaign.task_function(
-        run.config, name=None, iterations=7, learning_rate=None, store=None, fresh=False
-    )
-    stored = open_store(str(store_folder), opened.campaign).get_object(
-        f"config/{opened.config.digest()}.json"
+    longer = opened(run.config, iterations=7)
+    stored = open_store(str(store_folder), longer.campaign).get_object(
+        f"config/{longer.config.digest()}.json"
     )
     assert CampaignConfig.model_validate_json(stored).schedule.iterations == 7
 
@@ -269,11 +261,10 @@ def test_the_effective_configuration_is_stored_by_digest(run, store_folder):
 )
 def test_what_the_first_iteration_settled_is_refused_before_anything_is_sampled(run, field, value, words):
     """The training refused it, behind a whole iteration's samples."""
-    arguments = {"name": None, "iterations": None, "learning_rate": None, "store": None, "fresh": False}
-    opened = open_campaign.task_function(run.config, **arguments)
+    begun = opened(run.config)
     other = with_overrides(run.config, **{field: value})
-    publish(opened, 2)  # version 0 and its warm start, which settles neither
-    assert open_campaign.task_function(other, **arguments).campaign == opened.campaign
-    publish(opened, 3)
+    publish(begun, 2)  # version 0 and its warm start, which settles neither
+    assert opened(other).campaign == begun.campaign
+    publish(begun, 3)
     with pytest.raises(ValueError, match=words):
-        open_campaign.task_function(other, **arguments)
+        opened(other)

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 from publishing import manifest, publish
-from test_patches import dense, flipped, write
+from test_patches import dense, flipped, put_patched, write
 
 from tasks.artifacts import versions
-from tasks.artifacts.chain import put_patched
-from tasks.artifacts.content import FileContent
 from tasks.artifacts.errors import NotFound, Retired
 from tasks.artifacts.manifest import stored_objects
 from tasks.artifacts.retention import Keep, carry_out, hold, plan_retention, reasons_to_keep, release
@@ -27,8 +25,7 @@ def publish_chain(store: PolicyStore, folder: Path, number: int) -> None:
     tensors, parent = dense(num=2, size=20_000), None
     for version in range(number):
         path = write(folder / "model.safetensors", tensors)
-        with FileContent(path) as content:
-            parent = put_patched(store, content, parent, full_every=4)
+        parent = put_patched(store, path, parent, full_every=4)
         store.commit(manifest(store, version, {path.name: parent}))
         score = {"version": version, "exact_sampled": 1.0 - abs(version - 2) / 10}
         store.put_object(f"evaluations/{version:06d}-c.json", json.dumps(score).encode())
