@@ -127,7 +127,7 @@ def test_a_local_step_asks_the_device_once_beside_what_transformers_asks_a_pass(
 
     def step() -> dict[str, float]:
         return train_minibatch(
- Learner(model, optimizer, mesh), batches, loss,
+            Learner(model, optimizer, mesh), batches, loss,
             num_global_tokens=num_tokens, max_grad_norm=1.0, read=policy_reader(), routers=routers,
         )  # fmt: skip
 

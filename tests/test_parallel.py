@@ -228,7 +228,7 @@ def balanced_step(model: PreTrainedModel, mesh: ParallelMesh) -> dict[str, float
     batches = [{**packed_batch(seed), "mask": torch.ones(1, 19, dtype=torch.bool)} for seed in range(2)]
     balance = RouterBalance(model, coefficient=0.5)
     return train_minibatch(
- Learner(model, optimizer, mesh), batches, weighted_loss,
+        Learner(model, optimizer, mesh), batches, weighted_loss,
         num_global_tokens=NUM_TOKENS, max_grad_norm=1e9, routers=Routers(balance=balance),
     )  # fmt: skip
 

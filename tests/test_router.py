@@ -71,7 +71,7 @@ def gradients(
 
     batches = micro_batches(rows(), max_tokens=max_tokens, packing=packing)
     metrics = train_minibatch(
- Learner(model, optimizer, make_mesh(1, 1)), batches, loss,
+        Learner(model, optimizer, make_mesh(1, 1)), batches, loss,
         num_global_tokens=TOKENS, max_grad_norm=1e9, routers=Routers(balance=balance),
     )  # fmt: skip
     return metrics, found

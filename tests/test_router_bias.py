@@ -52,7 +52,7 @@ def steps(
     bias = RouterBias(model, rate=0.01)
     for _ in range(2):
         train_minibatch(
- Learner(model, optimizer, mesh), batches, loss_fn,
+            Learner(model, optimizer, mesh), batches, loss_fn,
             num_global_tokens=NUM_TOKENS, max_grad_norm=1.0, routers=Routers(bias=bias),
             min_micro_batches=min_micro_batches,
         )  # fmt: skip
