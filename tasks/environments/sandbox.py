@@ -87,7 +87,7 @@ def run_python(code: str, tests: str, *, word: str, network: Network, seconds: f
             [os.path.realpath(sys.executable), "-I", "-S", "-c", RUNNER],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder,
             env={"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}, close_fds=True,
-            start_new_session=True, preexec_fn=partial(_confine, network, seconds),
+            start_new_session=True, preexec_fn=partial(_confine, network, _limits(seconds), _filter()),
         )  # fmt: skip
         try:
             said, _ = child.communicate(source.encode(errors="replace"), timeout=seconds)
@@ -135,7 +135,16 @@ def _remedy(network: Network) -> str:
     )
 
 
-def _confine(network: Network, seconds: float) -> None:
+def _limits(seconds: float) -> dict[int, int]:
+    """That of memory is the last one: the child is as large as its parent until it runs Python, and gets no
+    more from then on."""
+    return {
+        resource.RLIMIT_CPU: int(seconds) + 1, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_STACK: 16 * 2**20, resource.RLIMIT_AS: MEMORY_BYTES,
+    }  # fmt: skip
+
+
+def _confine(network: Network, limits: dict[int, int], program: ctypes.Array[ctypes.c_char]) -> None:
     """In the child, before it runs Python. An exception here is one of ``Popen`` in the parent."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -148,18 +157,17 @@ def _confine(network: Network, seconds: float) -> None:
             _, status = os.wait()
             os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    limits = {
-        resource.RLIMIT_CPU: int(seconds) + 1, resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 64, resource.RLIMIT_STACK: 16 * 2**20,
-    }  # fmt: skip
+    header = ctypes.create_string_buffer(struct.pack("HP", len(program) // 8, ctypes.addressof(program)))
+    where = ctypes.c_ulong(ctypes.addressof(header))
     for name, value in limits.items():
         _, most = resource.getrlimit(name)
         value = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(name, (value, value))
-    _install_filter(libc)
+    _check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, where, 0, 0))
 
 
-def _install_filter(libc: ctypes.CDLL) -> None:
+def _filter() -> ctypes.Array[ctypes.c_char]:
+    """Instructions of the filter of system calls, 8 bytes each; made by the parent, which may get memory."""
     load, equal, has, over, answer = 0x20, 0x15, 0x45, 0x35, 0x06
     allow, kill, refuse, missing = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
     number, architecture = (load, 0, 0, 0), (load, 0, 0, 4)
@@ -175,10 +183,7 @@ def _install_filter(libc: ctypes.CDLL) -> None:
         program += [(answer, 0, 0, refuse), number]
     program.append((answer, 0, 0, allow))
     code = b"".join(struct.pack("HBBI", *line) for line in program)
-    buffer = ctypes.create_string_buffer(code, len(code))
-    header = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(buffer)))
-    where = ctypes.c_ulong(ctypes.addressof(header))
-    _check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, where, 0, 0))
+    return ctypes.create_string_buffer(code, len(code))
 
 
 def _check(result: int) -> None:
