@@ -12,10 +12,17 @@ from pathlib import Path
 from flytekit import Deck, task
 
 from tasks import placement
-from tasks.config import CampaignConfig, with_overrides
 from tasks.records import CampaignRun, CampaignState, CampaignSummary
 from tasks.say import say
-from tasks.session import is_local_store, newest_run, open_store, require_existing, run_store, store_folder
+from tasks.session import (
+    campaign_at,
+    is_local_store,
+    newest_run,
+    open_store,
+    require_existing,
+    run_store,
+    store_folder,
+)
 
 
 @task(enable_deck=True, **placement.CPU.task_arguments())
@@ -74,12 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     require_existing(options.store)
     try:
-        where = with_overrides(
-            CampaignConfig(),
-            name=options.campaign,
-            checkpoint__store=options.store,
-            checkpoint__endpoint_url=options.endpoint_url,
-        )
+        where = campaign_at(options.store, options.campaign, endpoint_url=options.endpoint_url)
         run = newest_run(where)
         if run is None:
             raise ValueError(

@@ -51,6 +51,13 @@ def require_existing(store: str) -> None:
         )
 
 
+def campaign_at(store: str, campaign: str, *, endpoint_url: str) -> CampaignConfig:
+    """Enough of a configuration to open what a command names by ``--store`` and ``--campaign``."""
+    return with_overrides(
+        CampaignConfig(), name=campaign, checkpoint__store=store, checkpoint__endpoint_url=endpoint_url
+    )
+
+
 def read_config(path: Path, **overrides: str | int | float | None) -> CampaignConfig:
     """A command's ``--config`` with what its other arguments replace (``checkpoint__store=...``). What is
     wrong with it ends the command in a few lines, without a traceback."""

@@ -115,18 +115,23 @@ def test_a_request_that_broke_off_is_asked_again_while_its_server_holds_the_firs
         assert [completion.finish_reason for completion in groups[0]] == ["stop"] * 4
 
 
+def generate_and_abort(engine, server, requests):
+    """Abort once the server has something of the call."""
+    call = threading.Thread(target=engine.generate, args=(requests, PARAMS))
+    call.start()
+    while not server.state.get("running"):
+        assert call.is_alive()
+        time.sleep(0.01)
+    engine.abort()
+    call.join()
+
+
 def test_an_abort_finds_a_request_that_was_asked_again(untied):
     pair = Request(prompt_ids=(2, 9, 3), seeds=(0, 1))
     with recorded(stumbles={1}, seconds=1.0) as server:
         engine = attached(server)
         engine.load(untied[0], 3)
-        call = threading.Thread(target=engine.generate, args=([pair], PARAMS))
-        call.start()
-        while not server.state.get("running"):
-            assert call.is_alive()
-            time.sleep(0.01)
-        engine.abort()
-        call.join()
+        generate_and_abort(engine, server, [pair])
         names = set(server.state["aborted"])
         assert sorted(name.endswith(".1") for name in names) == [False, False, True, True]
 
@@ -136,13 +141,7 @@ def test_an_abort_is_repeated_until_nothing_of_it_is_left(untied):
     with recorded(seconds=1.0) as server:
         engine = attached(server)
         engine.load(untied[0], 3)
-        call = threading.Thread(target=engine.generate, args=(REQUESTS[:1], PARAMS))
-        call.start()
-        while not server.state.get("running"):
-            assert call.is_alive()
-            time.sleep(0.01)
-        engine.abort()
-        call.join()
+        generate_and_abort(engine, server, REQUESTS[:1])
         assert min(Counter(server.state["aborted"]).values()) >= 2
 
 

@@ -15,11 +15,11 @@ from threading import Lock, Thread
 
 from tasks.artifacts.errors import StoreError
 from tasks.artifacts.store import PolicyStore
-from tasks.config import CampaignConfig, with_overrides
+from tasks.config import CampaignConfig
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.records import Progress
 from tasks.records import CampaignRun, TrainBatch
-from tasks.session import CURRENT_RUN, open_store, require_existing, run_buffer, run_store
+from tasks.session import CURRENT_RUN, campaign_at, open_store, require_existing, run_buffer, run_store
 
 CLEAR = "\x1b[2J\x1b[H"
 
@@ -248,12 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     require_existing(options.store)
     try:
-        where = with_overrides(
-            CampaignConfig(),
-            name=options.campaign,
-            checkpoint__store=options.store,
-            checkpoint__endpoint_url=options.endpoint_url,
-        )
+        where = campaign_at(options.store, options.campaign, endpoint_url=options.endpoint_url)
         follow = Follower(where)
     except (ValueError, StoreError) as error:
         raise SystemExit(str(error)) from None
