@@ -3,11 +3,12 @@
     MOE_RL_SGLANG_PYTHON=... python tests/bench_sglang.py [--small]      (that python needs `datasets` too)
 
 The same policy, and prompts of 128 random tokens with 256 new ones each, log-probabilities returned:
-SGLang's client at several numbers of requests on their way; the engine, one call; and the worker loop on a
-real queue, from the first lease to the last settled portion, with rewards that cost nothing. A round runs
-each once; the ratio is the median over rounds of the ratio within a round. The last column is this process's
-CPU time a sample (SGLang's client runs in another). ``--canned`` measures the clients without a server that
-takes time, with ``--step-ms`` on one whose scheduler takes the time of a GPU but none of its cores.
+SGLang's client at several numbers of requests on their way (``--at-once``); the engine, one call; and the
+worker loop on a real queue, from the first lease to the last settled portion, with rewards that cost nothing,
+at the number that it chooses and at those of ``--loop-at-once``. A round runs each once; the ratio is the
+median over rounds of the ratio within a round. The last column is the CPU time of a client's process a
+sample. ``--canned`` measures the clients without a server that takes time, with ``--step-ms`` on one whose
+scheduler takes the time of a GPU but none of its cores.
 """
 
 import argparse
@@ -18,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from canned_sglang import tokens_per_s
@@ -42,7 +45,7 @@ from tasks.embedded.ports import HOST
 from tasks.embedded.valkey import ensure_valkey
 from tasks.engine.collector import old_objects_apart
 from tasks.engine.protocol import Request, SamplingParams
-from tasks.engine.sglang import OVERCOMMIT, Fleet, SglangEngine
+from tasks.engine.sglang import Fleet, SglangEngine
 from tasks.engine.sglang_server import LaunchedServer
 from tasks.sglang_config import SglangConfig
 
@@ -102,19 +105,23 @@ def engine_call(engine: SglangEngine, num_prompts: int, params: SamplingParams) 
     return sum(len(c.response_ids) for group in groups for c in group) / seconds
 
 
-def loop(fleet: Fleet, valkey: str, num_prompts: int, params: SamplingParams, group_size: int) -> float:
+def loop(
+    fleet: Fleet, valkey: str, plan: "Plan", params: SamplingParams, group_size: int, *, at_once: int
+) -> float:
     """Tokens/s of the worker loop."""
     buffer = open_buffer(valkey)
-    prompts = random_prompts(num_prompts // group_size, PROMPT, seed=time.time_ns() % 2**31)
+    prompts = random_prompts(plan.num_prompts // group_size, PROMPT, seed=time.time_ns() % 2**31)
     per_portion = max(1, fleet.config.max_running_requests // 4 // group_size)
     put_prompts(buffer, prompts, groups_per_portion=per_portion, group_size=group_size, version=1)
+    usual, fleet.budget.size = fleet.budget.size, at_once
     start = time.perf_counter()
     done = worker_loop(
         fleet, buffer, params=params, group_size=group_size, groups_per_portion=per_portion,
         portions_at_once=8,
     )  # fmt: skip
     seconds = time.perf_counter() - start
-    assert done.num_samples == num_prompts, done
+    fleet.budget.size = usual
+    assert done.num_samples == plan.num_prompts, done
     return done.num_tokens / seconds
 
 
@@ -136,18 +143,26 @@ class Plan:
     num_prompts: int
     new: int
     """Tokens of each response."""
+    at_once: tuple[int, ...]
+    """Requests of SGLang's client on their way, besides as many as the engine has; none: twice the limit."""
+    loop_at_once: tuple[int, ...]
+    """Sequences of the worker loop on their way, besides as many as the engine has."""
 
 
 def compare(fleet: Fleet, client: TheirClient, valkey: str, plan: Plan) -> None:
     num_prompts, new = plan.num_prompts, plan.new
     params = SamplingParams(max_new_tokens=new, temperature=1.0, top_p=1.0, stop_ids=frozenset())
     limit, engine = fleet.config.max_running_requests, fleet.view()
-    ours = int(limit * OVERCOMMIT)
-    ways = {f"SGLang's client, {n} at once": (lambda n=n: client.run(num_prompts, new, concurrency=n))
-            for n in (ours, 2 * limit)}  # fmt: skip
+    ours = fleet.budget.size
+    theirs = sorted({ours, *(plan.at_once or (2 * limit,))})
+    ways: dict[str, Callable[[], float]] = {}
+    for n in theirs:
+        ways[f"SGLang's client, {n} at once"] = partial(client.run, num_prompts, new, concurrency=n)
     ways["engine, one call"] = lambda: engine_call(engine, num_prompts, params)
-    ways["worker loop, single samples"] = lambda: loop(fleet, valkey, num_prompts, params, 1)
-    ways["worker loop, groups of 8"] = lambda: loop(fleet, valkey, num_prompts, params, 8)
+    for n in (ours, *plan.loop_at_once):
+        for group_size, what in ((1, "single samples"), (8, "groups of 8")):
+            name = f"worker loop, {what}" + ("" if n == ours else f", {n} at once")
+            ways[name] = partial(loop, fleet, valkey, plan, params, group_size, at_once=n)
     engine_call(engine, limit, params)  # graphs, caches and connections
     client.run(limit, new, concurrency=ours)
     rates: dict[str, list[float]] = {name: [] for name in ways}
@@ -159,9 +174,10 @@ def compare(fleet: Fleet, client: TheirClient, valkey: str, plan: Plan) -> None:
             rates[name].append(ways[name]())
             after = cpu_seconds(os.getpid()) + cpu_seconds(client.process.pid)
             costs[name].append((after - before) / num_prompts * 1e3)
-        print({name: round(values[-1]) for name, values in rates.items()}, flush=True)
+        last = {name: round(values[-1]) for name, values in rates.items()}
+        print(time.strftime("%H:%M:%S"), last, flush=True)
     same = f"SGLang's client, {ours} at once"
-    best = max(list(ways)[:2], key=lambda name: statistics.median(rates[name]))
+    best = max(list(ways)[: len(theirs)], key=lambda name: statistics.median(rates[name]))
     print(f"{num_prompts} prompts, {new} new tokens, {plan.rounds} rounds; SGLang's best: {best}")
     print("| way | tokens/s | of SGLang's client, same concurrency | of its best | CPU ms a sample |")
     for name, values in rates.items():
@@ -190,6 +206,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny policy, few tokens: for a CPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=1024)
+    parser.add_argument("--at-once", type=int, nargs="*", default=[], help="of SGLang's client")
+    parser.add_argument("--loop-at-once", type=int, nargs="*", default=[], help="of the worker loop")
     parser.add_argument("--gate", type=Path, help="measure once this file exists")
     parser.add_argument(
         "--canned", action="store_true", help="the clients alone: no model, 256 tokens a sample"
@@ -205,6 +223,8 @@ def main() -> None:
         rounds=options.rounds,
         num_prompts=64 if options.small and not options.canned else options.prompts,
         new=32 if options.small and not options.canned else 256,
+        at_once=tuple(options.at_once),
+        loop_at_once=tuple(options.loop_at_once),
     )
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
