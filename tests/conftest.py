@@ -60,6 +60,14 @@ def policy_store(store_folder: Path, campaign: str, tmp_path: Path) -> PolicySto
 
 
 @pytest.fixture
+def untied(tmp_path: Path) -> list[Path]:
+    """Two versions of a policy with a head of its own, which an SGLang server reads as they are."""
+    from policies import save_tiny_policy
+
+    return [save_tiny_policy(tmp_path / str(seed), family="deepseek_v3", seed=seed) for seed in (0, 1)]
+
+
+@pytest.fixture
 def leave_servers(tmp_path: Path) -> Iterator[None]:
     """The test process stops using the servers below the test's folder, which ends them."""
     yield

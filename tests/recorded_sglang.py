@@ -29,6 +29,10 @@ class Recorded(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
+    def setup(self):
+        super().setup()
+        self.server.state["connections"] = self.server.state.get("connections", 0) + 1
+
     def log_message(self, *arguments):
         pass
 
@@ -46,7 +50,7 @@ class Recorded(BaseHTTPRequestHandler):
         if state.get("is_dead"):
             return self.hang_up()
         state.setdefault("told", []).append(self.path.lstrip("/"))
-        if self.path in ("/pause_generation", "/continue_generation"):
+        if self.path in ("/pause_generation", "/continue_generation", "/freeze_gc"):
             return self.reply({})
         if self.path == "/update_weights_from_disk":
             state.setdefault("updates", []).append(body)

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from tasks.engine.sglang_adoption import (
     build,
     join_router,
     leave_router,
+    spare_old_objects,
     swap,
     update,
     verify,
@@ -121,7 +123,10 @@ class Fleet:
             self.build = await build(self.client, address, pauses=pauses)
             if not is_fresh:
                 await (swap if pauses else update)(self.client, address, policy)
+            is_new = address.weights is None
             await verify(self.client, address, policy, device=self.config.device)
+            if is_new:
+                await spare_old_objects(self.client, address)
             if self.config.router_url:
                 await join_router(self.client, self.config.router_url, address)
         except SglangError as error:
@@ -152,6 +157,7 @@ class Fleet:
                 address = self._choose(tried)
                 tried.add(address)
                 address.num_sequences += len(names)
+                began = time.monotonic()
                 try:
                     answers = await self._post(address, body)
                     if not is_aborted():
@@ -161,7 +167,8 @@ class Fleet:
                 except RequestRefused:  # as every server would; counted, it took one after the other out
                     raise
                 except SglangError as error:
-                    if not await self._survives(address, error) or number + 1 == self.config.max_failures:
+                    survives = await self._survives(address, error, began)
+                    if not survives or number + 1 == self.config.max_failures:
                         raise
                 finally:
                     address.num_sequences -= len(names)
@@ -185,15 +192,15 @@ class Fleet:
             raise SglangError(f"no SGLang server is left: {reasons}")
         return min(self.serving, key=lambda address: (address in tried, address.num_sequences))
 
-    async def _survives(self, address: Address, error: SglangError) -> bool:
+    async def _survives(self, address: Address, error: SglangError, began: float) -> bool:
         """After a failure: whether another try makes sense. Every server is asked, and one without an answer
         is out of service. Behind a router the one that failed need not be the one that was chosen, so none is
         blamed beyond that."""
         await asyncio.gather(*(self._ask(other) for other in self.serving))
         if not self.config.router_url and not address.is_out:
-            address.failures += 1
-            if address.failures >= self.config.max_failures:
-                await self._take_out(address, f"{address.failures} failures in a row, the last: {error}")
+            failures = address.fail(began=began)
+            if failures >= self.config.max_failures:
+                await self._take_out(address, f"{failures} failures in a row, the last: {error}")
         return bool(self.serving)
 
     async def _ask(self, address: Address) -> None:

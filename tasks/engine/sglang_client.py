@@ -7,7 +7,9 @@ the servers decode together, so that none of them waits for us and none drowns i
 
 import asyncio
 import contextlib
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
@@ -22,6 +24,9 @@ CONTROL_SECONDS = 600.0
 """Deadline of a weight update; a large policy is read from disk in it."""
 CONNECT_SECONDS = 20.0
 """Until a server's host has answered at all: one that vanished does not hold up the others."""
+IDLE_SECONDS = 2.0
+"""How long an unused connection is kept. SGLang closes it after 5 s, and a request sent in that moment is
+lost: hundreds at once, where a worker goes on just then."""
 
 
 class SglangError(RuntimeError):
@@ -42,6 +47,7 @@ class Address:
         self.url = url.rstrip("/")
         self.num_sequences = 0
         self.failures = 0
+        self._failed_at = -math.inf
         self.reason = ""
         """Why it is out of service; empty = it serves."""
         self.weights: tuple[WeightFiles, str] | None = None
@@ -50,6 +56,13 @@ class Address:
     @property
     def is_out(self) -> bool:
         return bool(self.reason)
+
+    def fail(self, *, began: float) -> int:
+        """Failures in a row, with that of a request sent at ``began`` (monotonic seconds). What was on its
+        way when the last one was counted broke off with it: hundreds of requests are one failure."""
+        if began >= self._failed_at:
+            self.failures, self._failed_at = self.failures + 1, time.monotonic()
+        return self.failures
 
 
 class Loop:
@@ -118,7 +131,8 @@ class Client:
     @property
     def session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
+            self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
         return self._session
 
     async def close(self) -> None:
