@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flytekit import FlyteContextManager, task
 
 from tasks import placement
-from tasks.artifacts.catalogue import config_of, keep_config, lineage_key, lineages
+from tasks.artifacts.catalogue import chosen_lineage, config_of, keep_config, lineage_key, lineages
 from tasks.artifacts.critics import publish_critic, require_critic
 from tasks.artifacts.errors import ObjectConflict
 from tasks.config import (
@@ -64,7 +64,12 @@ def open_campaign(
 
         require_free_space(store_folder(config), int(config.checkpoint.min_free_gb * 2**30))
     root = open_store(config, config.name)
-    lineage = _chosen_lineage(root, chosen, fresh=fresh) if chosen else _lineage(root, fresh=fresh)
+    if chosen and fresh:
+        raise ConfigError(
+            f"name must be without a lineage where --fresh starts the next one, got {config.name}.{chosen}. "
+            "Leave out the end, or --fresh."
+        )
+    lineage = chosen_lineage(root, chosen) if chosen else _lineage(root, fresh=fresh)
     run = CampaignRun(config=config, lineage=lineage, code_revision=code_revision())
     campaign = run_store(run)
     _refuse_another_lineage(campaign, run, environment)
@@ -187,17 +192,6 @@ def _require_gpus(config: CampaignConfig) -> None:
             f"train.backend 'nccl' needs a GPU for each of the {needed} ranks of {train.topology} on this "
             f"machine, got {found}. Set it to 'gloo', or topology to one that fits."
         )
-
-
-def _chosen_lineage(root: "PolicyStore", chosen: str, *, fresh: bool) -> int:
-    """An older one to go on with, beside which a newer one was started."""
-    known = {f"{lineage:04d}": lineage for lineage in lineages(root)}
-    if chosen not in known or fresh:
-        raise ConfigError(
-            f"name must end in a lineage that was started, one of {sorted(known)}, and go without --fresh, "
-            f"got .{chosen}{' with --fresh' if fresh else ''}. Leave the end out for the newest one."
-        )
-    return known[chosen]
 
 
 def _lineage(root: "PolicyStore", *, fresh: bool) -> int:

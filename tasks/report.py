@@ -2,7 +2,8 @@
 
     python -m tasks.report --store ./runs --campaign laptop
 
-writes the report of a run that still works, or was stopped: of what is published so far.
+writes the report of a run that still works, or was stopped: of what is published so far. ``laptop.0001``
+names a lineage beside which a newer one was started.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from tasks.say import say
 from tasks.session import (
     campaign_at,
     is_local_store,
+    lineage_run,
     newest_run,
     open_store,
     require_existing,
@@ -75,14 +77,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     parser = argparse.ArgumentParser(description="Report of what a campaign has published so far.")
     parser.add_argument("--store", required=True, help="s3://bucket/prefix, or an embedded store's folder")
-    parser.add_argument("--campaign", required=True, help="name, without lineage: the run started last")
+    parser.add_argument(
+        "--campaign", required=True, help="name, of the run started last; laptop.0001: of that lineage"
+    )
     parser.add_argument("--endpoint-url", default="", help="of an S3 service other than Amazon's")
     parser.add_argument("--to", type=Path, default=Path("report.html"), help="file; default: report.html")
     options = parser.parse_args(arguments)
     require_existing(options.store)
     try:
-        where = campaign_at(options.store, options.campaign, endpoint_url=options.endpoint_url)
-        run = newest_run(where)
+        where, end = campaign_at(options.store, options.campaign, endpoint_url=options.endpoint_url)
+        run = lineage_run(where, end) if end else newest_run(where)
         if run is None:
             raise ValueError(
                 f"campaign must have been started in {options.store}, got none named {options.campaign!r}. "

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from tasks.artifacts.catalogue import chosen_lineage, config_of
 from tasks.campaign_file import load_campaign
 from tasks.config import CampaignConfig, with_overrides
 from tasks.records import CampaignRun, TrainBatch
@@ -51,11 +52,12 @@ def require_existing(store: str) -> None:
         )
 
 
-def campaign_at(store: str, campaign: str, *, endpoint_url: str) -> CampaignConfig:
-    """Enough of a configuration to open what a command names by ``--store`` and ``--campaign``."""
-    return with_overrides(
-        CampaignConfig(), name=campaign, checkpoint__store=store, checkpoint__endpoint_url=endpoint_url
-    )
+def campaign_at(store: str, campaign: str, *, endpoint_url: str) -> tuple[CampaignConfig, str]:
+    """Enough of a configuration to open what a command names by ``--store`` and ``--campaign``, and the end
+    that says which lineage, ``0001`` of ``laptop.0001``; empty if the name has none."""
+    name, _, end = campaign.partition(".")
+    given = {"name": name, "checkpoint__store": store, "checkpoint__endpoint_url": endpoint_url}
+    return with_overrides(CampaignConfig(), **given), end
 
 
 def read_config(path: Path, **overrides: str | int | float | None) -> CampaignConfig:
@@ -96,6 +98,25 @@ def newest_run(config: CampaignConfig) -> CampaignRun | None:
     """The run of the campaign's name that was started last."""
     found = open_store(config, config.name).find_object(CURRENT_RUN)
     return CampaignRun.model_validate_json(found) if found else None
+
+
+def lineage_run(config: CampaignConfig, end: str) -> CampaignRun:
+    """The run of the lineage that the name ends in, whatever was started beside it since: as it was started,
+    if nothing was, else as its newest version was made."""
+    lineage, newest = chosen_lineage(open_store(config, config.name), end), newest_run(config)
+    if newest is not None and newest.lineage == lineage:
+        return newest
+    store = open_store(config, f"{config.name}.{lineage:04d}")
+    head = store.head()
+    if head is None:
+        raise ValueError(
+            f"lineage {store.campaign} must have a version, which says how it ran, got none. Go on with it "
+            f"(pyflyte run ... --name {store.campaign}), or name another one."
+        )
+    made = store.manifest(head)
+    return CampaignRun(
+        config=config_of(store, made.config_digest), lineage=lineage, code_revision=made.code_revision
+    )
 
 
 def run_buffer(run: CampaignRun, *, digest: str = "") -> "ExperienceBuffer":

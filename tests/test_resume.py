@@ -3,12 +3,14 @@
 import pytest
 
 from tasks import report
+from tasks.artifacts import versions
 from tasks.artifacts.catalogue import config_of
 from tasks.artifacts.manifest import Manifest
 from tasks.artifacts.store import PolicyStore, open_store
 from tasks.checkpoint import open_campaign, resume
 from tasks.checkpoint import publish as publish_version
 from tasks.config import CampaignConfig, ConfigError, with_overrides
+from tasks.experience import query, watch
 from tasks.experience.records import Group, WorkItem
 from tasks.records import CampaignRun, Candidate, TrainBatch
 from tasks.reporting.collect import campaign_ledger
@@ -202,9 +204,13 @@ def test_an_older_lineage_is_gone_on_with_by_its_whole_name(run):
     older = opened(run.config, name=f"{plain}.0001")
     assert (older.lineage, older.config) == (1, run.config)
     assert opened(run.config, name=plain).lineage == 2
-    for name, fresh, words in ((".0003", False, r"got \.0003\."), (".0001", True, "with --fresh")):
-        with pytest.raises(ConfigError, match=rf"one of \['0001', '0002'\].*{words}"):
-            opened(run.config, name=plain + name, fresh=fresh)
+    for wrong in (".0003", ".1"):
+        with pytest.raises(
+            ConfigError, match=rf"one of \['{plain}.0001', '{plain}.0002'\], got '{plain}{wrong}'"
+        ):
+            opened(run.config, name=plain + wrong)
+    with pytest.raises(ConfigError, match=rf"without a lineage where --fresh .* got {plain}\.0001"):
+        opened(run.config, name=f"{plain}.0001", fresh=True)
 
 
 def test_a_run_that_was_stopped_has_a_report_of_what_it_published(run, tmp_path, capsys):
@@ -216,6 +222,39 @@ def test_a_run_that_was_stopped_has_a_report_of_what_it_published(run, tmp_path,
     assert f"{run.campaign}" in page.read_text() and "version 1<" in page.read_text()
     with pytest.raises(SystemExit, match="got none named 'misspelt'"):
         report.main([*where, "misspelt"])
+
+
+def test_an_older_lineage_has_a_report_and_a_watcher_while_a_newer_one_is_there(run, tmp_path, capsys):
+    """As its newest version was made: the newer lineage runs for 7 iterations, the older ran for 20."""
+    opened(run.config)
+    publish(run, 2)
+    opened(with_overrides(run.config, schedule__iterations=7), fresh=True)
+    page = tmp_path / "report.html"
+    where, plain = ["--store", run.config.checkpoint.store, "--campaign"], run.config.name
+    for name, shown, iterations in (("", "0002", 7), (".0002", "0002", 7), (".0001", "0001", 20)):
+        report.main([*where, plain + name, "--to", str(page)])
+        assert f"{plain}.{shown}, 0 of {iterations} iterations" in capsys.readouterr().out
+        assert ("version 1<" in page.read_text()) == (shown == "0001")
+        versions.main(["list", *where, plain + name])
+        assert capsys.readouterr().out.count("tensors") == (2 if shown == "0001" else 0)
+        watch.main([*where, plain + name, "--once"])
+        assert capsys.readouterr().out.startswith(f"{plain}.{shown} ")
+    opened(run.config, fresh=True)
+    for command in (report.main, watch.main):
+        with pytest.raises(SystemExit, match=rf"one of \['{plain}.0001', .*got '{plain}.0004'. Name one"):
+            command([*where, f"{plain}.0004"])
+        with pytest.raises(SystemExit, match=rf"{plain}.0002 must have a version, .*--name {plain}.0002"):
+            command([*where, f"{plain}.0002"])
+        with pytest.raises(SystemExit, match="got none named 'misspelt'"):
+            command([*where, "misspelt.0001"])
+
+
+def test_versions_and_samples_of_a_lineage_that_was_never_started_are_refused_with_those_that_were(run):
+    opened(run.config)
+    where = ["--store", run.config.checkpoint.store, "--campaign", f"{run.config.name}.0002"]
+    for command, more in ((versions.main, ["list"]), (query.main, ["--version", "0"])):
+        with pytest.raises(SystemExit, match=rf"one of \['{run.config.name}.0001'\], got"):
+            command([*more, *where])
 
 
 def test_a_stored_configuration_that_this_release_refuses_is_named(run):

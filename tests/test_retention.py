@@ -11,6 +11,7 @@ from publishing import manifest, publish
 from test_patches import dense, flipped, put_patched, write
 
 from tasks.artifacts import versions
+from tasks.artifacts.catalogue import lineage_key
 from tasks.artifacts.errors import NotFound, Retired
 from tasks.artifacts.manifest import stored_objects
 from tasks.artifacts.retention import Keep, carry_out, hold, plan_retention, reasons_to_keep, release
@@ -171,6 +172,7 @@ def test_a_removal_that_was_interrupted_is_repeated(policy_store, store_folder, 
 
 def test_the_command_shows_first_and_removes_only_when_told(policy_store, store_folder, capsys):
     campaign = f"{policy_store.campaign}.0001"
+    policy_store.put_object(lineage_key(1), b"{}")
     store = open_store(str(store_folder), campaign)
     publish(store, 3)
     where = ["--store", str(store_folder), "--campaign", campaign]

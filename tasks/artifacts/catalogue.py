@@ -62,5 +62,22 @@ def lineages(root: "PolicyStore") -> list[int]:
     return [int(_stem(key)) for key in root.list_objects(LINEAGES)]
 
 
+def chosen_lineage(root: "PolicyStore", end: str) -> int:
+    """The lineage that a name ends in, ``0001`` of ``laptop.0001``; without an end the newest."""
+    known = {f"{lineage:04d}": lineage for lineage in lineages(root)}
+    if not known:
+        raise ConfigError(
+            f"campaign must have been started in this store, got none named {root.campaign!r}. Check the "
+            "spelling, and the store's."
+        )
+    if end and end not in known:
+        raise ConfigError(
+            "campaign must be a name alone, or end in a lineage that was started, one of "
+            f"{[f'{root.campaign}.{number}' for number in known]}, got '{root.campaign}.{end}'. Name one of "
+            "them."
+        )
+    return known[end] if end else max(known.values())
+
+
 def _stem(key: str) -> str:
     return key.rpartition("/")[2].removesuffix(".json")

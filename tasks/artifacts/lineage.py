@@ -2,13 +2,12 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.artifacts.catalogue import config_of, evaluations, lineages
+from tasks.artifacts.catalogue import chosen_lineage, config_of, evaluations
 from tasks.artifacts.manifest import Manifest, PatchedBlob, stored_objects
 from tasks.artifacts.store import open_store
 from tasks.config import changes
@@ -174,12 +173,6 @@ def _pair(old: Any, new: Any) -> list[Any] | str:
 
 def open_lineage(address: str, campaign: str, *, endpoint_url: str = "") -> "PolicyStore":
     """Of ``laptop.0002`` that lineage, of ``laptop`` the newest."""
-    if not re.fullmatch(r".+\.\d{4}", campaign):
-        known = lineages(open_store(address, campaign, endpoint_url=endpoint_url))
-        if not known:
-            raise ValueError(
-                f"campaign must have been started in {address}, got none named {campaign!r}. Check the "
-                "spelling."
-            )
-        campaign = f"{campaign}.{known[-1]:04d}"
-    return open_store(address, campaign, endpoint_url=endpoint_url)
+    name, _, end = campaign.partition(".")
+    lineage = chosen_lineage(open_store(address, name, endpoint_url=endpoint_url), end)
+    return open_store(address, f"{name}.{lineage:04d}", endpoint_url=endpoint_url)

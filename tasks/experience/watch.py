@@ -19,7 +19,15 @@ from tasks.config import CampaignConfig
 from tasks.experience.buffer import ExperienceBuffer
 from tasks.experience.records import Progress
 from tasks.records import CampaignRun, TrainBatch
-from tasks.session import CURRENT_RUN, campaign_at, open_store, require_existing, run_buffer, run_store
+from tasks.session import (
+    CURRENT_RUN,
+    campaign_at,
+    lineage_run,
+    open_store,
+    require_existing,
+    run_buffer,
+    run_store,
+)
 
 CLEAR = "\x1b[2J\x1b[H"
 
@@ -117,19 +125,21 @@ class Watcher:
 
 
 class Follower:
-    """The watcher of the run that was started last; None before a campaign's first."""
+    """The watcher of the run that was started last, None before a campaign's first; or of the lineage that
+    the name ends in, and then of no other."""
 
-    def __init__(self, config: CampaignConfig) -> None:
+    def __init__(self, config: CampaignConfig, end: str = "") -> None:
         self._root = open_store(config, config.name)
         self._lock = Lock()
         self._found: bytes | None = None
         self._watcher: Watcher | None = None
+        self._only = lineage_run(config, end) if end else None
 
     def __call__(self) -> Watcher | None:
         with self._lock:  # a scrape and the screen may both find another run
-            found = self._root.find_object(CURRENT_RUN)
+            found = b"" if self._only else self._root.find_object(CURRENT_RUN)
             if found is not None and found != self._found:
-                run = CampaignRun.model_validate_json(found)
+                run = self._only or CampaignRun.model_validate_json(found)
                 self._watcher = Watcher(run=run, buffer=run_buffer(run), store=run_store(run))
                 self._found = found
             return self._watcher
@@ -238,7 +248,7 @@ def serve_metrics(follow: Callable[[], Watcher | None], port: int) -> ThreadingH
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Live view of a campaign's queue and buffer.")
     parser.add_argument("--store", required=True)
-    parser.add_argument("--campaign", required=True, help="name, without lineage")
+    parser.add_argument("--campaign", required=True, help="name, with or without lineage")
     parser.add_argument("--endpoint-url", default="")
     parser.add_argument("--seconds", type=float, default=2.0, help="between two looks")
     parser.add_argument("--once", action="store_true", help="look once, print and end")
@@ -248,8 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     require_existing(options.store)
     try:
-        where = campaign_at(options.store, options.campaign, endpoint_url=options.endpoint_url)
-        follow = Follower(where)
+        follow = Follower(*campaign_at(options.store, options.campaign, endpoint_url=options.endpoint_url))
     except (ValueError, StoreError) as error:
         raise SystemExit(str(error)) from None
     if options.metrics_port:
