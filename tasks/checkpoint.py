@@ -170,11 +170,16 @@ def publish(run: CampaignRun, candidate: Candidate, archive: SampleArchive | Non
 
 
 def _made_environment(config: CampaignConfig) -> "Environment":
-    """A module, file or package that is missing ends the launch before a lineage is begun."""
+    """A module, file or package that is missing, or a module that answers turns where none may be answered,
+    ends the launch before a lineage is begun."""
     from tasks.environments.make import make_environment
+    from tasks.environments.protocol import answers_turns
 
     try:
-        return make_environment(config.environment, seed=config.seed)
+        environment = make_environment(config.environment, seed=config.seed)
+        if answers_turns(environment):
+            config.check_answered_turns()
+        return environment
     except (ValueError, ModuleNotFoundError) as error:
         raise ConfigError(str(error)) from error
 

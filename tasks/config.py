@@ -101,14 +101,8 @@ class CampaignConfig(Section):
                 "train.replay_routing must be something that rollout.record_routing records, got "
                 f"replay_routing={replays!r}, record_routing={records!r}. Set record_routing to {replays!r}."
             )
-        if self.environment.may_answer and (
-            self.rollout.partial == "keep" or self.rollout.record_routing != "none"
-        ):
-            raise ValueError(
-                "an environment that may answer turns (calculator, and any module) needs rollout.partial "
-                f"'drop' and record_routing 'none', got partial={self.rollout.partial!r}, "
-                f"record_routing={self.rollout.record_routing!r}. Set them so."
-            )
+        if self.environment.answers:
+            self.check_answered_turns()
         if self.rollout.max_new_tokens <= (shortest := self.environment.shortest_answer):
             raise ValueError(
                 "rollout.max_new_tokens must exceed environment.num_digits (an answer and its end), got "
@@ -187,10 +181,21 @@ class CampaignConfig(Section):
                 "when a version is published, so bits do not repeat. Set it to false, or follow to "
                 "'required'."
             )
-        if self.environment.may_answer:
+
+    def check_answered_turns(self) -> None:
+        """What an environment that answers turns cannot go with. Whether a module's does is known once it was
+        made, when a campaign is opened."""
+        rollout, name = self.rollout, self.environment.title
+        if rollout.partial == "keep" or rollout.record_routing != "none":
             raise ValueError(
-                "rollout.follow must be 'required' with an environment that may answer turns "
-                "(calculator, and any module), whose dialogues cannot be resumed, got 'newest'. Set it so."
+                "rollout.partial must be 'drop' and record_routing 'none' with an environment that answers "
+                f"turns, as {name} does, got partial={rollout.partial!r}, "
+                f"record_routing={rollout.record_routing!r}. Set them so, and train.replay_routing to 'none'."
+            )
+        if rollout.follow == "newest":
+            raise ValueError(
+                "rollout.follow must be 'required' with an environment that answers turns, as "
+                f"{name} does, whose dialogues cannot be resumed, got 'newest'. Set it so."
             )
 
     def _check_longest_row(self) -> None:

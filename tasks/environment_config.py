@@ -139,8 +139,14 @@ class EnvironmentConfig(TaskConfig):
 
     @property
     def may_answer(self) -> bool:
-        """Whether the environment may be multi-turn, as far as the configuration knows."""
-        return any(task.name in ("calculator", "module") for task in self.tasks)
+        """Whether the environment may answer turns, as far as the configuration knows: a module does where
+        what it makes does (``answers_turns``)."""
+        return self.answers or any(task.name == "module" for task in self.tasks)
+
+    @property
+    def answers(self) -> bool:
+        """Whether the configuration says that the environment answers turns."""
+        return any(task.name == "calculator" for task in self.tasks)
 
     @property
     def max_turns(self) -> int:

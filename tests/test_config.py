@@ -43,8 +43,8 @@ def test_a_campaign_that_trains_on_gpus_samples_on_them(path):
     [
         ({"trian": {}}, ["unknown key 'trian'", "Did you mean train?"]),
         (
-            {"environment": {"name": "module", "module": "m"}, "rollout": {"record_routing": "experts"}},
-            ["turns (calculator, and any module) needs", "got partial='drop', record_routing='experts'"],
+            {"environment": {"name": "calculator"}, "rollout": {"record_routing": "experts"}},
+            ["turns, as calculator does", "got partial='drop', record_routing='experts'", "replay_routing"],
         ),
         ({"iterations": 5}, ["unknown key 'iterations' here. Put it under schedule."]),
         ({"batch_size": 5}, ["unknown key 'batch_size' here. Put it under warm_start or rollout."]),

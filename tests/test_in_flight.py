@@ -285,7 +285,7 @@ NEWEST = {
         ({"rollout": {"pool": "tasks", "follow": "newest"}}, "pool must be 'standing' with follow 'newest'"),
         ({"schedule": {"max_staleness": 0}}, "max_staleness must be at least 1 .* got 0.*Raise it"),
         ({"train": {"deterministic": True}}, "deterministic must be false .* bits do not repeat"),
-        ({"environment": {"name": "calculator"}}, "must be 'required' with an environment that may answer"),
+        ({"environment": {"name": "calculator"}}, "must be 'required' with an environment that answers"),
     ],
 )
 def test_newer_versions_are_refused_where_they_make_no_sense(change: dict[str, Any], words: str) -> None:

@@ -51,6 +51,58 @@ def test_a_module_that_is_not_there_is_named(config):
         make_environment(config.model_copy(update={"module": "nowhere"}), seed=0)
 
 
+SINGLE_TURN_ONLY = {
+    "replay": (
+        {"rollout": {"record_routing": "experts"}, "train": {"replay_routing": "experts"}},
+        r"rollout\.partial must be 'drop' and record_routing 'none' .* as module does, .*replay_routing",
+    ),
+    "partial": ({"rollout": {"partial": "keep"}}, r"rollout\.partial must be 'drop' .*got partial='keep'"),
+    "newest": (
+        {
+            "rollout": {"pool": "standing", "follow": "newest"}, "schedule": {"max_staleness": 1},
+            "train": {"deterministic": False},
+        },
+        r"rollout\.follow must be 'required' .*, as module does, .* got 'newest'",
+    ),
+}  # fmt: skip
+WITH_TURNS = """
+import vowels
+
+def make(*, options, **given):
+    environment = vowels.make(options={}, **given)
+    if options["turns"]:
+        environment.max_turns = options["turns"]
+        environment.verify_turns = lambda name, turns, is_finished: environment.verify(name, turns[-1])
+    return environment
+"""
+
+
+@pytest.mark.parametrize("choice", SINGLE_TURN_ONLY)
+def test_a_module_decides_at_launch_whether_it_answers_turns_by_what_it_makes(
+    choice, config, store_folder, campaign, tmp_path
+):
+    """Any module was refused for what some of them do."""
+    sections, refusal = SINGLE_TURN_ONLY[choice]
+    (tmp_path / "with_turns.py").write_text(WITH_TURNS)
+
+    def lineage(turns, store):
+        made = {"module": "with_turns", "options": {"turns": turns}}
+        chosen = CampaignConfig.model_validate(
+            {
+                "name": campaign, "checkpoint": {"store": str(store)},
+                "environment": config.model_dump() | made, **sections,
+            }
+        )  # fmt: skip
+        return open_campaign(
+            config=chosen, name=None, iterations=None, learning_rate=None, store=None, fresh=True
+        ).lineage
+
+    assert [lineage(turns, store_folder) for turns in (0, 1)] == [1, 2]
+    with pytest.raises(ConfigError, match=refusal):
+        lineage(2, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
 def test_what_cannot_be_asked_is_refused_at_launch_before_a_lineage_is_begun(config, tmp_path):
     """It ended the second stage of a lineage that stayed, under 95 lines of traceback."""
     refused = (({"module": "nowhere"}, "must name a module"), ({"held_out": 625}, "held_out must be"))

@@ -98,12 +98,12 @@ def make_workers(
 
 def make_dialogue(config: CampaignConfig, folder: Path, environment: "Environment | None") -> Dialogue | None:
     """How the engine talks with the campaign's environment; None if that never answers, or was not made."""
-    from tasks.environments.protocol import is_multi_turn
+    from tasks.environments.protocol import answers_turns
     from tasks.environments.replies import environment_replies
     from tasks.policy.models.chat import Chat
     from tasks.policy.models.tokenizer import context_room, load_tokenizer
 
-    if environment is None or not is_multi_turn(environment) or environment.max_turns == 1:
+    if environment is None or not answers_turns(environment):
         return None
     return Dialogue(
         chat=Chat(load_tokenizer(folder)),

@@ -107,8 +107,13 @@ def known_prompts(environment: Environment) -> Iterable[Prompt]:
 
 
 def is_multi_turn(environment: Environment) -> TypeGuard[MultiTurnEnvironment]:
-    """Whether the environment answers the policy's turns."""
+    """Whether the environment judges whole conversations, of a single turn or more."""
     return hasattr(environment, "verify_turns")
+
+
+def answers_turns(environment: Environment) -> TypeGuard[MultiTurnEnvironment]:
+    """Whether the environment answers the policy's turns."""
+    return is_multi_turn(environment) and environment.max_turns > 1
 
 
 def verify(environment: Environment, prompt_id: str, turns: Sequence[str], *, is_finished: bool) -> Outcome:
