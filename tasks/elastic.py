@@ -1,11 +1,12 @@
-"""PyTorch-elastic tasks: they register without torch, start warm, and call no preempted training a success.
+"""PyTorch-elastic tasks: they register without torch, start warm, and say how a training ended.
 
-Three differences from the plugin's ``Elastic``. Its task imports torch to be defined, only to parse
+Four differences from the plugin's ``Elastic``. Its task imports torch to be defined, only to parse
 ``nnodes``; ours does not, so any machine can register the graph. Its ranks import torch and transformers
 anew; ours are forked from one process that did, so that only a campaign's first training waits for it. And
 the plugin turns SIGTERM (a drained node) into exit code 0 without outputs; a task of one node here fails as
 recoverable instead, so that Flyte runs it again. With several nodes the process of the drained one exits with
-143, and its pod is started again elsewhere.
+143, and its pod is started again elsewhere. Ctrl-C stays Ctrl-C. And an error that would only come again ends
+the run at its first time, while torch starts a group again whatever ended it (``ranks/restarts.py``).
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
@@ -84,20 +86,32 @@ RANK_SERVER = RankServer()
 SHARED_MEMORY = "/dev/shm"
 
 
-def run_rank(changes: Mapping[str, str | None], function: bytes, inputs: Mapping[str, Any]) -> Any:
+def run_rank(
+    changes: Mapping[str, str | None], function: bytes, inputs: Mapping[str, Any], word: Path
+) -> Any:
     """In a rank: the task's function, in the environment of the process that launched it."""
+    from tasks.policy.ranks.restarts import word_left
+
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    return cloudpickle.loads(function)(**inputs)
+    with word_left(word):
+        return cloudpickle.loads(function)(**inputs)
 
 
 SHUTDOWN_SECONDS = 115
 """Between the longest ``train.grace_seconds`` and the grace period of the trainer's pods."""
-_PREEMPTED = object()
 _TAKEN_BY_TORCH = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stopped:
+    """What a training returns whose launching process got a signal. The loss of ranks never does: torch
+    raises for signals to that process alone."""
+
+    by: signal.Signals
 
 
 @contextlib.contextmanager
@@ -135,8 +149,10 @@ class TorchElasticTask(PytorchElasticFunctionTask):
         """Train on this node's ranks; the result of rank zero.
 
         Raises:
-            FlyteUserRuntimeException: a rank failed more than ``max_restarts`` times; its error.
+            FlyteUserRuntimeException: ranks failed more than ``max_restarts`` times, or once with what no
+                restart mends; the error.
             IgnoreOutputs: the ranks of this node ended well and rank zero was another node's.
+            KeyboardInterrupt: Ctrl-C.
             SystemExit: 143, SIGTERM on one of several nodes.
         """
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default too
@@ -152,14 +168,17 @@ class TorchElasticTask(PytorchElasticFunctionTask):
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+        from tasks.policy.ranks.restarts import BACKEND, WORD, RestartRefused, last_word
+
+        word = Path(logs) / "last-word"
         settings = cast(TorchElastic, self.task_config)
         config = LaunchConfig(
             run_id=flytekit.current_context().execution_id.name,
             min_nodes=self.num_nodes,
             max_nodes=self.num_nodes,
             nproc_per_node=settings.nproc_per_node,
-            rdzv_backend=self.rdzv_backend,
-            rdzv_configs=settings.rdzv_configs,
+            rdzv_backend=BACKEND,
+            rdzv_configs={**settings.rdzv_configs, WORD: str(word)},
             rdzv_endpoint=os.environ.get("PET_RDZV_ENDPOINT", "localhost:0"),
             max_restarts=settings.max_restarts,
             monitor_interval=settings.monitor_interval,
@@ -168,30 +187,36 @@ class TorchElasticTask(PytorchElasticFunctionTask):
         )
         function = cloudpickle.dumps(self._task_function)
         try:
-            results = elastic_launch(config, run_rank)(RANK_SERVER.changes(), function, inputs)
-        except ChildFailedError as failed:
-            rank, first = failed.get_first_failure()
+            results = elastic_launch(config, run_rank)(RANK_SERVER.changes(), function, inputs, word)
+        except (ChildFailedError, RestartRefused) as failed:
             # torch has logged each rank's traceback, and would have this one end with it five times again
+            if last := last_word(word):
+                raise FlyteUserRuntimeException(
+                    _failed(last.rank, last.text, self.num_nodes), timestamp=last.timestamp
+                ) from None
+            assert isinstance(failed, ChildFailedError)
+            rank, first = failed.get_first_failure()
             raise FlyteUserRuntimeException(
                 _said(rank, first, self.num_nodes), timestamp=first.timestamp
             ) from None
         except OSError as error:
             _require_shared_memory(settings.nproc_per_node, error)
             raise
-        except SignalException:
+        except SignalException as stopped:
+            if stopped.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
             if self.num_nodes == 1:
-                return _PREEMPTED
+                return _Stopped(stopped.sigval)
             raise SystemExit(128 + signal.SIGTERM) from None
         if 0 not in results:
             raise IgnoreOutputs
         return results[0]
 
     def post_execute(self, user_params: Any, rval: Any) -> Any:
-        if (
-            rval is _PREEMPTED
-        ):  # raised here, outside the user's code, Flyte counts it as the system's failure
+        if isinstance(rval, _Stopped):
+            # raised here, outside the user's code, Flyte counts it as the system's failure
             raise TrainingPreempted(
-                "the training's processes got a signal to stop. Run the campaign again to go on."
+                f"the training's process got {rval.by.name} and stopped. Run the campaign again to go on."
             )
         return super().post_execute(user_params, rval)
 
@@ -199,7 +224,6 @@ class TorchElasticTask(PytorchElasticFunctionTask):
 def _said(rank: int, failure: "ProcessFailure", num_nodes: int) -> RuntimeError:
     """A rank that a signal or ``os._exit`` ended left no record of an exception: torch's text would then be
     how to ask for one, without the exit code. An agent has failures of its own node only."""
-    where = f" on {socket.gethostname()}" if num_nodes > 1 else ""
     message: Any = failure.message
     text = message["message"] if isinstance(message, dict) else message
     if failure.exitcode >= 0 and not os.path.isfile(failure.error_file):
@@ -207,6 +231,11 @@ def _said(rank: int, failure: "ProcessFailure", num_nodes: int) -> RuntimeError:
             f"Its process ended with exit code {failure.exitcode} and left no exception; what it wrote is in "
             "the log of its node."
         )
+    return _failed(rank, text, num_nodes)
+
+
+def _failed(rank: int, text: str, num_nodes: int) -> RuntimeError:
+    where = f" on {socket.gethostname()}" if num_nodes > 1 else ""
     return RuntimeError(f"rank {rank} of the training{where} failed. {text}")
 
 

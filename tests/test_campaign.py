@@ -119,13 +119,14 @@ def test_the_same_command_again_trains_nothing_and_says_so(reference):
 def test_a_run_stopped_by_ctrl_c_while_it_trains_and_then_killed_goes_on_to_the_same_bits(
     reference, tmp_path
 ):
-    """Weights and every metric; neither leaves a server."""
+    """Weights and every metric; neither leaves a server. Ctrl-C is answered as everywhere."""
     process = start(tmp_path, SMALL)
     try:
         wait_for(tmp_path, r"iter +0  assemble", process)
         time.sleep(2)
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(60) != 0
+        assert process.wait(60) == 128 + signal.SIGINT
+        assert "stopped by Ctrl-C. What was published stays" in (tmp_path / "log").read_text()
     finally:
         stop(process)
     wait_until_stopped(tmp_path / "store")

@@ -1,8 +1,9 @@
-"""The elastic task on real ranks: warm starts, the launcher's environment, errors."""
+"""The elastic task on real ranks: warm starts, the launcher's environment, errors, restarts, signals."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
@@ -10,13 +11,21 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
+import torch
 from flytekit import task
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteValueException
 
 from tasks import elastic
-from tasks.elastic import RANK_SERVER, TorchElastic
+from tasks.artifacts.errors import CorruptArtifact, VersionConflict
+from tasks.config import CampaignConfig
+from tasks.elastic import RANK_SERVER, TorchElastic, TrainingPreempted
+from tasks.policy.ranks.restarts import LastWord, is_lasting, last_word
 
 TWO_RANKS = TorchElastic(nnodes=1, nproc_per_node=2, max_restarts=0, monitor_interval=0.1)
 
@@ -116,6 +125,110 @@ def test_ranks_that_find_shared_memory_full_say_what_they_need(tmp_path):
 def test_an_error_that_is_not_of_space_stays_what_it_is_without_shared_memory(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(elastic, "SHARED_MEMORY", str(tmp_path / "none"))
     elastic._require_shared_memory(2, OSError(kind, "of another kind"))
+
+
+RESTARTED = TorchElastic(nnodes=1, nproc_per_node=2, max_restarts=2, monitor_interval=0.1)
+
+
+@task(task_config=RESTARTED)
+def fail_as(kind: str, times: int, starts: str) -> int:
+    """Rank 1 fails in that way so many times, while rank 0 waits; the number of starts."""
+    if os.environ["RANK"] == "0":
+        while len(Path(starts).read_text()) <= times:
+            time.sleep(0.01)
+    else:
+        with Path(starts).open("a") as file:
+            file.write(".")
+        if len(Path(starts).read_text()) <= times:
+            if kind == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise {"sentence": ValueError, "cuda": torch.AcceleratorError}[kind]("it must be well, got ill")
+    return len(Path(starts).read_text())
+
+
+def starts_of(kind: str, times: int, folder: Path) -> tuple[int, str]:
+    """Of rank 1, and what is said in the end."""
+    starts = folder / "starts"
+    starts.touch()
+    try:
+        fail_as(kind=kind, times=times, starts=str(starts))
+        said = ""
+    except Exception as error:  # of flytekit's wrappers, any
+        said = "".join(traceback.format_exception(error))
+    return len(starts.read_text()), said
+
+
+def test_an_error_that_would_come_again_ends_the_run_at_its_first_time_with_its_sentence(tmp_path):
+    """torch starts a group again whatever ended it."""
+    num_starts, said = starts_of("sentence", 9, tmp_path)
+    assert num_starts == 1
+    assert said.endswith("rank 1 of the training failed. ValueError: it must be well, got ill\n")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "killed"])
+def test_an_error_that_may_pass_is_started_again_as_often_as_allowed(tmp_path, kind):
+    """And ranks that are killed are not taken for a training that was told to stop."""
+    num_starts, said = starts_of(kind, 9, tmp_path)
+    assert num_starts == 3 and "rank 1 of the training failed. " in said
+    assert ("SIGKILL" if kind == "killed" else "AcceleratorError: it must be well") in said
+
+
+def test_a_restart_that_helps_ends_well(tmp_path):
+    assert starts_of("killed", 1, tmp_path) == (2, "")
+
+
+def test_sentences_last_and_what_machines_raise_may_pass():
+    def raised(*errors: Exception, way: str = "while handling") -> Exception:
+        """The last one, raised on the way out of those before it."""
+        for before, error in pairwise(errors):
+            error.__context__ = before
+            if way == "from":
+                error.__cause__ = before  # sets __suppress_context__
+        return errors[-1]
+
+    with pytest.raises(ValueError) as refused:
+        CampaignConfig.model_validate({"rollout": {"workers": 0}})
+    lasting = [
+        refused.value, ValueError("a"), VersionConflict("a"), NotImplementedError("a"),
+        FlyteValueException(1, "a"), raised(ValueError("a"), ValueError("b")),
+        raised(OSError("a"), ValueError("b"), way="from"),
+    ]  # fmt: skip
+    broken = json.JSONDecodeError("a", "{", 1)
+    passing = [
+        RuntimeError("a"), torch.OutOfMemoryError("a"), torch.distributed.DistBackendError("a"),
+        torch.distributed.DistNetworkError("a"), ConnectionError("a"), TimeoutError("a"),
+        CorruptArtifact("a"), broken, FlyteRecoverableException("a"), AssertionError("a"),
+        raised(RuntimeError("a"), ValueError("b")), raised(OSError("a"), ValueError("b"), ValueError("c")),
+    ]  # fmt: skip
+    assert [error for error in lasting if not is_lasting(error)] == []
+    assert [error for error in passing if is_lasting(error)] == []
+
+
+def test_of_two_ranks_that_leave_word_the_first_counts(tmp_path):
+    words = [LastWord(rank=rank, text=f"of {rank}", timestamp=7) for rank in (1, 0)]
+    for word in words:
+        word.leave(tmp_path / "word")
+    assert last_word(tmp_path / "word") == words[0] and last_word(tmp_path / "none") is None
+
+
+@task(task_config=RESTARTED)
+def signal_launcher(number: int, launcher: int) -> None:
+    if os.environ["RANK"] == "0":
+        os.kill(launcher, number)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("number", "raised", "said"),
+    [
+        (int(signal.SIGINT), KeyboardInterrupt, "^$"),
+        (int(signal.SIGTERM), TrainingPreempted, "got SIGTERM and stopped"),
+    ],
+)
+def test_ctrl_c_while_ranks_train_stays_ctrl_c_and_sigterm_is_named(number, raised, said):
+    """Both were a TrainingPreempted, which did not say by what."""
+    with pytest.raises(raised, match=said):
+        signal_launcher(number=number, launcher=os.getpid())
 
 
 def test_a_signal_after_a_training_does_what_it_did_before():
