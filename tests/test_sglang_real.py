@@ -77,9 +77,10 @@ def test_an_unknown_argument_of_the_installed_version_ends_the_launch_with_its_n
 
 def test_a_killed_server_is_replaced_by_the_next_load(folder, tmp_path):
     """Start-up has a budget of its own; a server that is dead, not slow, is started again (complaint 28)."""
-
     engine = start_sglang(tmp_path / "server")
     engine.load(folder, 1)
+    said = (tmp_path / "server" / "server.log").read_text()
+    assert all(f"Freezing GC in {name}" in said for name in ("Scheduler", "Tokenizer Manager"))
     kill_server(tmp_path / "server")
     with pytest.raises(SglangError, match=r"broke off|no SGLang server"):
         engine.generate(REQUESTS, PARAMS)
