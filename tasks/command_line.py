@@ -4,7 +4,6 @@ flytekit prints each error as a traceback of the graph's code, 60 lines above wh
 configuration that is not there for JSON.
 """
 
-import json
 import re
 import signal
 import threading
@@ -19,7 +18,7 @@ import yaml
 from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.interaction.click_types import JsonParamType
 
-from tasks.campaign_file import load_campaign
+from tasks.campaign_file import load_json, read_campaign
 from tasks.elastic import TrainingPreempted
 
 Workflow = TypeVar("Workflow")
@@ -95,14 +94,16 @@ def _said(error: Exception) -> str:
 
 def _parse(self: JsonParamType, value: Any, param: click.Parameter | None) -> Any:
     """The value of an argument that is JSON, or the name of a file of JSON or YAML."""
-    if not isinstance(value, str) or Path(value).suffix not in (".json", ".yaml", ".yml"):
+    if not isinstance(value, str):
+        return _parse_json(self, value, param)
+    is_json = value.lstrip().startswith("{")
+    if not is_json and Path(value).suffix not in (".json", ".yaml", ".yml"):
         return _parse_json(self, value, param)
     try:
-        text = Path(value).read_text(encoding="utf-8")
-        return json.loads(text) if value.endswith(".json") else load_campaign(text)
+        return load_json(value) if is_json else read_campaign(Path(value))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        text = f"must name a YAML or JSON file, got {value}: {error}"
-        raise click.BadParameter(text, param=param) from None
+        text = f"must be JSON, got {value}" if is_json else f"must name a YAML or JSON file, got {value}"
+        raise click.BadParameter(f"{text}: {error}", param=param) from None
 
 
 _parse_json = JsonParamType._parse

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from tasks.artifacts.catalogue import chosen_lineage, config_of
-from tasks.campaign_file import load_campaign
+from tasks.campaign_file import read_campaign
 from tasks.config import CampaignConfig, with_overrides
 from tasks.records import CampaignRun, TrainBatch
 
@@ -66,7 +66,7 @@ def read_config(path: Path, **overrides: str | int | float | None) -> CampaignCo
     import yaml
 
     try:
-        data = load_campaign(path.read_text(encoding="utf-8"))
+        data = read_campaign(path)
         return with_overrides(CampaignConfig.model_validate_json(json.dumps(data)), **overrides)
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:  # JSON has no dates, for one
         raise SystemExit(f"--config must name a campaign's YAML, got {path}: {error}") from None

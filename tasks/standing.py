@@ -22,6 +22,7 @@ from kubernetes.client import ApiClient
 from tasks import placement
 from tasks.config import CampaignConfig
 from tasks.elastic import SHUTDOWN_SECONDS
+from tasks.session import read_config
 from tasks.train_config import TOPOLOGIES
 
 METRICS_PORT = 9100
@@ -186,8 +187,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--config", type=Path, required=True, help="the campaign's YAML")
     parser.add_argument("--code", required=True, help="s3:// address of the archive of the project")
     options = parser.parse_args(arguments)
-    text = options.config.read_text()
-    config = CampaignConfig.model_validate(yaml.safe_load(text))
+    config, text = read_config(options.config), options.config.read_text(encoding="utf-8")
     print(dumped(manifests(config, text=text, code=options.code)))
 
 

@@ -12,11 +12,11 @@ no hugepages; EFA is told to do without.
 
 from pathlib import Path
 
-import yaml
 from torchx import specs
 from torchx.components.dist import ddp
 
 from tasks import placement
+from tasks.campaign_file import read_campaign
 from tasks.planning.instances import gib
 from tasks.train_config import TOPOLOGIES
 
@@ -30,7 +30,7 @@ def trainer(config: str, iteration: int, code: str, output: str = "/tmp/candidat
         code: archive of the project, as a registration uploads it
         output: where rank 0 writes the candidate
     """
-    topology = yaml.safe_load(Path(config).read_text())["train"]["topology"]
+    topology = read_campaign(Path(config))["train"]["topology"]
     pool, (nodes, ranks) = placement.TRAINER_OF[topology], TOPOLOGIES[topology]
     app = ddp(
         "--config", f"/root/{config}", "--iteration", str(iteration), "--output", output,

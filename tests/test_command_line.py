@@ -71,6 +71,7 @@ def test_a_fault_in_code_of_the_users_keeps_its_traceback(tmp_path, monkeypatch)
         (None, "No such file or directory"),
         ("rollout: a: 1", "mapping values are not allowed here"),
         ("schedule:\t1", "found character '\\t' that cannot start any token"),
+        ("", "got an empty file, or nothing but comments. Write some into it"),
     ],
 )
 def test_a_configuration_that_cannot_be_read_is_named_with_its_fault(tmp_path, text, words):
@@ -85,6 +86,9 @@ def test_a_configuration_that_cannot_be_read_is_named_with_its_fault(tmp_path, t
 def test_a_configuration_may_still_be_given_as_json(tmp_path):
     output = refused(tmp_path, SMALL, "--config", '{"rollout": {"workers": 0}}')
     assert "rollout.workers: Input should be greater than or equal to 1, got 0" in output
+    output = refused(tmp_path, SMALL, "--config", '{"rollout": {"workers": 1, "workers": 0}}')
+    assert "key 'workers' must be there once, got it again. Join the two" in output
+    assert "line 1, column 28" in output and "Traceback" not in output
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="two GPUs are what it asks for")

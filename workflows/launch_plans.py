@@ -15,9 +15,9 @@ where given.
 
 from pathlib import Path
 
-import yaml
 from flytekit import ConcurrencyLimitBehavior, ConcurrencyPolicy, CronSchedule, LaunchPlan
 
+from tasks.campaign_file import read_campaign
 from tasks.config import CampaignConfig
 from workflows.campaign import campaign
 
@@ -30,7 +30,7 @@ NUM_PARALLEL_NODES = 64
 
 def shipped(name: str) -> CampaignConfig:
     """The configuration of a file in ``configs/campaigns``."""
-    return CampaignConfig.model_validate(yaml.safe_load((CAMPAIGNS / f"{name}.yaml").read_text()))
+    return CampaignConfig.model_validate(read_campaign(CAMPAIGNS / f"{name}.yaml"))
 
 
 laptop = LaunchPlan.get_or_create(
