@@ -82,6 +82,13 @@ class SglangConfig(Section):
                 f"ep must equal tp with moe_a2a 'deepep' (SGLang sets it so), got ep={self.ep}, "
                 f"tp={self.tp}. Set ep to {self.tp}."
             )
+        if self.moe_a2a == "deepep" and not self._has_experts_for_deepep:
+            raise ValueError(
+                "moe_runner must be 'deep_gemm' with moe_a2a 'deepep', or 'auto' with FP8 weights: nothing "
+                "else in SGLang (0.5.17) computes experts on rows that DeepEP brought, in any of its modes, "
+                f"and 'auto' is 'triton' for 16-bit weights, got {self.moe_runner!r} with quantization "
+                f"{self.quantization!r}. Set moe_runner to 'deep_gemm'."
+            )
         if self.deepep_mode != "auto" and self.moe_a2a != "deepep":
             raise ValueError(
                 f"deepep_mode goes with moe_a2a 'deepep' and only with it, got {self.deepep_mode!r}. "
@@ -98,12 +105,15 @@ class SglangConfig(Section):
             raise ValueError(
                 "dp_attention with ep above 1 needs moe_a2a 'deepep': over SGLang's own exchange its logits "
                 f"were wrong (sgl-project/sglang#23729), got ep={self.ep}, moe_a2a='none'. Set ep to 1; or "
-                "moe_a2a to 'deepep' and quantization to 'fp8' or 'fp8_blocks', for SGLang stops at bf16 "
-                "weights there."
+                "moe_a2a to 'deepep' and moe_runner to 'deep_gemm'."
             )
         if self.dp_attention and self.tp == 1:
             raise ValueError("dp_attention needs tp of at least 2, got tp=1. Raise tp or turn it off.")
         return self
+
+    @property
+    def _has_experts_for_deepep(self) -> bool:
+        return self.moe_runner == "deep_gemm" or (self.moe_runner == "auto" and self.quantization != "none")
 
     def _check_deepep_room(self) -> None:
         """What DeepEP's low-latency kernels take in one step, all GPUs together."""

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 # --- configuration
 
-DEEPEP = {"tp": 8, "ep": 8, "moe_a2a": "deepep"}
+DEEPEP = {"tp": 8, "ep": 8, "moe_a2a": "deepep", "moe_runner": "deep_gemm"}
 
 
 @pytest.mark.parametrize(
@@ -43,16 +43,22 @@ DEEPEP = {"tp": 8, "ep": 8, "moe_a2a": "deepep"}
     [
         ({"tp": 8, "ep": 4}, r"ep must be 1 or tp: .*#32963.* Set ep to 1 or to 8"),
         ({"tp": 8, "ep": 1, "moe_a2a": "deepep"}, "ep must equal tp"),
-        ({"tp": 8, "ep": 8, "dp_attention": True}, "wrong.* Set ep to 1; or .*quantization to 'fp8'"),
+        ({"tp": 8, "ep": 8, "dp_attention": True}, "wrong.* Set ep to 1; or .*moe_runner to 'deep_gemm'"),
         (
-            {"tp": 8, "ep": 8, "moe_a2a": "deepep", "max_running_requests": 1025},
+            {**DEEPEP, "max_running_requests": 1025},
             "at most 1024, what DeepEP's .* in the section's environment, which alone is read",
         ),
         ({**DEEPEP, "environment": {DEEPEP_ROOM: "abc"}}, "whole number from 1 to 1024, got 'abc'"),
         ({**DEEPEP, "environment": {DEEPEP_ROOM: "0"}}, "whole number from 1 to 1024, got '0'"),
         ({**DEEPEP, "environment": {DEEPEP_ROOM: "1025"}}, "whole number from 1 to 1024, got '1025'"),
         ({"deepep_mode": "low_latency"}, "deepep_mode goes with moe_a2a"),
-        ({"tp": 8, "ep": 8, "moe_a2a": "deepep", "deepep_mode": "normal"}, "cuda_graphs must be off"),
+        ({**DEEPEP, "deepep_mode": "normal"}, "cuda_graphs must be off"),
+        ({**DEEPEP, "moe_runner": "auto"}, "'auto' is 'triton' for 16-bit .* quantization 'none'. Set moe_r"),
+        (
+            {**DEEPEP, "moe_runner": "auto", "deepep_mode": "normal", "cuda_graphs": False},
+            "moe_runner must be 'deep_gemm' with moe_a2a 'deepep', .* in any of its modes, .*got 'auto'",
+        ),
+        ({**DEEPEP, "moe_runner": "triton", "quantization": "fp8"}, "got 'triton' with quantization 'fp8'"),
         ({"dp_attention": True}, "tp of at least 2"),
         ({"device": "cpu"}, "torch_native"),
         ({"deterministic": True, "sampling": "flashinfer"}, "alone takes seeds"),
@@ -77,8 +83,19 @@ def test_combinations_that_sglang_gets_wrong_are_refused_at_launch(values, messa
         {**DEEPEP, "deepep_mode": "normal", "cuda_graphs": False, "max_running_requests": 4096},
         {**DEEPEP, "max_running_requests": 8192, "environment": {DEEPEP_ROOM: "1024"}},
         {**DEEPEP, "max_running_requests": 1024},
+        {**DEEPEP, "moe_runner": "auto", "quantization": "fp8"},
+        {**DEEPEP, "moe_runner": "auto", "quantization": "fp8_blocks"},
     ],
-    ids=["others' ep", "others' DeepEP", "no DeepEP", "normal mode", "largest room", "default room"],
+    ids=[
+        "others' ep",
+        "others' DeepEP",
+        "no DeepEP",
+        "normal mode",
+        "largest room",
+        "default room",
+        "FP8",
+        "FP8 in blocks",
+    ],
 )
 def test_what_the_section_does_not_start_or_use_is_not_refused(values):
     SglangConfig(**values)
