@@ -17,6 +17,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from blake3 import blake3
@@ -316,8 +317,16 @@ def test_wrong_credentials_say_so(s3_endpoint: S3Endpoint, monkeypatch: pytest.M
     assert caught.value.reason == "credentials"
 
 
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Those between S3's retries, which are not made; every other module sleeps as it does."""
+    made: list[float] = []
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=made.append))
+    return made
+
+
+@pytest.mark.usefixtures("pauses")
 def test_an_unreachable_store_says_so(s3_endpoint: S3Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda seconds: None)
     with pytest.raises(StoreError, match="Check the address") as caught:
         open_s3(s3_endpoint, monkeypatch, "s3://bucket/x", url="http://127.0.0.1:1")
     assert caught.value.reason == "unreachable"
@@ -325,9 +334,8 @@ def test_an_unreachable_store_says_so(s3_endpoint: S3Endpoint, monkeypatch: pyte
 
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_a_server_without_disk_says_so_after_its_retries(
-    policy_store: PolicyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_parts: bool
+    policy_store: PolicyStore, pauses: list[float], in_parts: bool
 ) -> None:
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda seconds: None)
     asked = []
     respond(policy_store, "*", lambda request: asked.append(request) or failure(500, "InternalError"))
     with pytest.raises(StoreError, match=r"500 InternalError.* disk is full") as caught:
@@ -337,7 +345,10 @@ def test_a_server_without_disk_says_so_after_its_retries(
         else:
             policy_store.put_object("x", b"x")
     assert caught.value.reason == "unavailable"
-    assert len(asked) == 5
+    assert len(asked) == 5 and len(pauses) == 4
+    start = time.monotonic()
+    time.sleep(0.01)
+    assert time.monotonic() > start + 0.005 and len(pauses) == 4
 
 
 def test_a_conflict_in_flight_is_tried_again_and_not_taken_for_an_existing_version(
@@ -357,11 +368,8 @@ def test_a_lost_answer_to_a_commit_is_still_one_success(policy_store: PolicyStor
     assert policy_store.commit(ready) == policy_store.head()
 
 
-@pytest.mark.usefixtures("leave_servers")
-def test_a_crashed_embedded_server_comes_back_with_its_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda seconds: None)
+@pytest.mark.usefixtures("leave_servers", "pauses")
+def test_a_crashed_embedded_server_comes_back_with_its_data(tmp_path: Path) -> None:
     store = open_store(str(tmp_path), "campaign")
     published = publish(store, 3)
     guard = json.loads((tmp_path / "seaweedfs" / "server.json").read_text())["guard"]
