@@ -11,7 +11,6 @@ from tasks.say import say
 from tasks.session import WEIGHTS, find_sealed, run_buffer, run_environment, run_store
 
 if TYPE_CHECKING:
-    from tasks.artifacts.store import PolicyStore
     from tasks.environments.protocol import Environment
 
 
@@ -56,13 +55,13 @@ def _offer(
     places: range,
 ) -> PromptSet:
     """Put prompts on the queue: those at some ``places`` of the positions reserved for the iteration."""
-    from tasks.artifacts.cursor import first_prompt
+    from tasks.artifacts.cursor import first_prompt, fix_dataset
     from tasks.experience.frames import portions
     from tasks.policy.models.tokenizer import load_tokenizer, prompt_ids, require_room
     from tasks.schema import PromptFrame, make_frame
 
     rollout, store = run.config.rollout, run_store(run)
-    _require_same_data(store, environment)
+    fix_dataset(store, environment.fingerprint())
     nothing = PromptSet(
         iteration=iteration, behavior_version=behavior.version, refill=refill, num_portions=0, num_groups=0,
         num_samples=0,
@@ -111,6 +110,7 @@ def demonstrations(run: CampaignRun, policy: PolicyVersion) -> TrainBatch:
     """Seal right answers to training prompts as a supervised batch; one mini-batch a step."""
     import hashlib
 
+    from tasks.artifacts.cursor import fix_dataset
     from tasks.environments.demonstrations import demonstrated
     from tasks.policy.models.chat import Chat
     from tasks.policy.models.tokenizer import load_tokenizer, prompt_ids
@@ -118,6 +118,7 @@ def demonstrations(run: CampaignRun, policy: PolicyVersion) -> TrainBatch:
 
     start = time.time()
     warm, environment, store = run.config.warm_start, run_environment(run), run_store(run)
+    fix_dataset(store, environment.fingerprint())
     with store.reading(policy, without=WEIGHTS) as folder:
         tokenizer = load_tokenizer(folder)
     rows, chat = [], Chat(tokenizer)
@@ -156,16 +157,3 @@ def demonstrations(run: CampaignRun, policy: PolicyVersion) -> TrainBatch:
         seconds={"demonstrations": time.time() - start},
         sealed_at=time.time(),
     )
-
-
-def _require_same_data(store: "PolicyStore", environment: "Environment") -> None:
-    """A position means the same prompt for the whole lineage, whatever became of the files it came from."""
-    name, found = "data/fingerprint", environment.fingerprint()
-    known = store.find_object(name)
-    if known is None:
-        store.put_object(name, found.encode())
-    elif known.decode() != found:
-        raise ValueError(
-            f"campaign {store.campaign} must go on with the data it began with, got {found!r} instead of "
-            f"{known.decode()!r}. Restore the data, or pass --fresh to start a new lineage."
-        )

@@ -11,11 +11,13 @@ import json
 
 import pytest
 from publishing import manifest, publish, put_folder
+from test_preemption import attempt, disturbed, made, make_job
 
-from tasks.artifacts.cursor import first_prompt, position_after, require_same_data
+from tasks.artifacts.cursor import DATASET, first_prompt, position_after, require_same_data
 from tasks.artifacts.errors import VersionConflict
 from tasks.artifacts.lineage import describe, diff, export
 from tasks.artifacts.manifest import DataCursor
+from tasks.session import run_environment, run_store
 
 
 def cursor(position: int, dataset: str = "digits/1") -> DataCursor:
@@ -56,6 +58,32 @@ def test_other_data_on_resume_are_refused_by_name(policy_store):
         ValueError, match=r"version 1, 'digits/1', of which 48 prompts were offered, got 'other'"
     ):
         require_same_data(head, "other")
+
+
+def without_environment() -> None:
+    """In a rank, whose machine may have neither the data nor the packages."""
+    from tasks.environments import make
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a rank made the environment")
+
+    make.make_environment = refuse
+    disturbed(0, lambda *_: print("trains", flush=True))
+
+
+def test_ranks_know_the_lineages_data_without_making_its_environment(store_folder, tmp_path):
+    """Each rank loaded all of the data for the 16 letters that name them."""
+    job = make_job("data", store_folder, {}, minibatches=1)
+    run = job[0]
+    codes, said = attempt(job, tmp_path, without_environment)
+    assert codes == [0, 0] and "trains" in said, said
+    offered = run.config.rollout.prompts_reserved
+    dataset = run_environment(run).fingerprint()
+    assert made(tmp_path).data == DataCursor(dataset=dataset, position=offered, seed=run.config.seed)
+    store = run_store(run)
+    store.bucket.delete(store.root + DATASET)
+    codes, said = attempt(job, tmp_path, without_environment)
+    assert 0 not in codes and "trains" not in said, said  # noticed before anything is trained
 
 
 def test_another_number_of_prompts_on_resume_skips_and_repeats_none(policy_store):

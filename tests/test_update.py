@@ -20,6 +20,7 @@ import pytest
 import torch
 from jobs import train_job, write_job
 
+from tasks.artifacts.cursor import fix_dataset
 from tasks.artifacts.manifest import Manifest
 from tasks.config import CampaignConfig
 from tasks.records import CampaignRun, Candidate, PolicyVersion, TrainBatch
@@ -42,7 +43,7 @@ def train_batch(
     import polars as pl
 
     from tasks.schema import TrainFrame, polars_schema, to_bytes
-    from tasks.session import run_store
+    from tasks.session import run_environment, run_store
 
     generator = torch.Generator().manual_seed(iteration)
     columns = polars_schema(TrainFrame)
@@ -60,6 +61,7 @@ def train_batch(
     payload = to_bytes(pl.DataFrame(rows, schema={name: columns[name] for name in rows[0]}))
     key = f"batches/{iteration:06d}.arrow"
     run_store(run).put_object(key, payload)
+    fix_dataset(run_store(run), run_environment(run).fingerprint())
     return TrainBatch(
         iteration=iteration, objective="clipped_policy", key=key, sha256=hashlib.sha256(payload).hexdigest(),
         num_samples=32, behavior_version=behavior_version, produced=32, rejected={}, metrics={}, seconds={},

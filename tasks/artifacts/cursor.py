@@ -13,6 +13,26 @@ from tasks.artifacts.version import PolicyVersion
 if TYPE_CHECKING:
     from tasks.artifacts.store import PolicyStore
 
+DATASET = "data/fingerprint"
+
+
+def fix_dataset(store: "PolicyStore", fingerprint: str) -> None:
+    """The data of a whole lineage, by whoever first makes prompts of them: a position means the same prompt
+    for ever, whatever became of the files it came from."""
+    known = store.find_object(DATASET)
+    if known is None:
+        store.put_object(DATASET, fingerprint.encode())
+    elif known.decode() != fingerprint:
+        raise ValueError(
+            f"campaign {store.campaign} must go on with the data it began with, got {fingerprint!r} instead "
+            f"of {known.decode()!r}. Restore the data, or pass --fresh to start a new lineage."
+        )
+
+
+def fixed_dataset(store: "PolicyStore") -> str:
+    """For those that have no environment, as ranks: neither its files nor its packages need to be there."""
+    return store.get_object(DATASET).decode()
+
 
 def position_after(manifest: Manifest, *, offered: int) -> int:
     """Prompts offered up to a version; in one of an earlier release, what the configuration says of each."""

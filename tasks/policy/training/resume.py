@@ -12,11 +12,11 @@ import random
 import numpy as np
 import torch
 
-from tasks.artifacts.cursor import position_after
+from tasks.artifacts.cursor import fixed_dataset, position_after
 from tasks.artifacts.manifest import DataCursor, LedgerPosition, Manifest
 from tasks.experience.ledger import seed_of
 from tasks.records import CampaignRun, TrainBatch
-from tasks.session import run_environment
+from tasks.session import run_store
 
 
 def seed_generators(run: CampaignRun, iteration: int, place: int = 0, *, part: str = "update") -> None:
@@ -32,7 +32,7 @@ def data_cursor(run: CampaignRun, batch: TrainBatch, parent: Manifest) -> DataCu
     """Where the next iteration reads, in which data; demonstrations do not count."""
     offered = run.config.rollout.prompts_reserved
     return DataCursor(
-        dataset=run_environment(run).fingerprint(),
+        dataset=fixed_dataset(run_store(run)),
         position=position_after(parent, offered=offered)
         + (0 if batch.objective == "supervised" else offered),
         seed=run.config.seed,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from tasks.artifacts.manifest import Manifest
+from tasks.artifacts.manifest import DataCursor, Manifest
 from tasks.artifacts.owned import checkpoint_of
 from tasks.config import CampaignConfig
 from tasks.policy.checkpoint.snapshot import HostArena
@@ -66,6 +66,7 @@ def update_on_ranks(
         clock.lap("start_up")
         progress.at("load")
         parent = store.manifest(policy)
+        data = data_cursor(run, batch, parent)
         attempt = Attempt(store, identity_of(run, batch, policy), stop, mesh)
         is_held = resident.holds(parent, config) and attempt.left_of("policy") is None
         if not is_held:
@@ -92,7 +93,9 @@ def update_on_ranks(
                 )
         resident.keep(trainee, arena, stored.files)
         checkpoint.release()
-        manifest = _manifest(bench, parent, prepared, stored, metrics, means=means, seconds=clock.seconds)
+        manifest = _manifest(
+            bench, parent, data, prepared, stored, metrics, means=means, seconds=clock.seconds
+        )
         if dist.get_rank() == 0:
             _say(batch, metrics, clock, means, mesh=run.config.train.mesh)
             if config.train.backend == "nccl":
@@ -137,6 +140,7 @@ def _stored(
 def _manifest(
     bench: Workbench,
     parent: Manifest,
+    data: DataCursor,
     prepared: Prepared,
     stored: StoredShards,
     metrics: Mapping[str, float],
@@ -164,7 +168,7 @@ def _manifest(
         means=means,
         seconds={**batch.seconds, **seconds},
         waiting=batch.waiting,
-        data=data_cursor(run, batch, parent),
+        data=data,
         ledger=ledger_position(batch),
     )
 
