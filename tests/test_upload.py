@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_a_second_save_waits_for_the_first(store_folder, policy_store, tmp_path)
 def check_failure(model, optimizer, store, upload) -> None:
     import botocore.endpoint
 
-    botocore.endpoint.time.sleep = lambda seconds: None
+    botocore.endpoint.time = SimpleNamespace(sleep=lambda seconds: None)
     respond(store, "PutObject", lambda request: failure(500, "InternalError"))
     upload.start(model, optimizer, {}, dtype=torch.bfloat16)
     with pytest.raises(UploadFailed, match=r"rank 0: StoreError: .* 500 InternalError"):
