@@ -1,8 +1,11 @@
 """Code of a policy in a child process. Blind spot: x86_64 only, and code that attacks the tests it is run
 with."""
 
+import os
 import subprocess
+import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import grpc
@@ -13,6 +16,13 @@ from tasks.environments.sandbox import SandboxUnavailable, extract_code, passes_
 
 GOOD = "def add(a, b):\n    return a + b\n"
 TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0\n"
+STAYS = """
+import ctypes, time
+libc = ctypes.CDLL(None)
+libc.prctl(1, 0, 0, 0, 0)  # the parent's death is none of its business
+libc.setsid()  # nor is it of its group
+time.sleep(20)
+"""
 
 
 @pytest.fixture(scope="module", params=["namespace", "seccomp"])
@@ -74,6 +84,13 @@ def test_code_passes_if_its_tests_run_through(network, code, score):
         "import os; os.execv('/bin/true', ['true'])",
         "import subprocess; subprocess.run(['true'])",
         "import os; os.kill({pid}, 9)",
+        "import os; os.setsid()",
+        "import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, {pid})",
+        "import os; os.sched_setaffinity({pid}, [0])",
+        "import os; os.memfd_create('evil')",
+        "import ctypes; bytes(ctypes.CDLL(None).prctl(1, 0, 0, 0, 0))",  # bytes(-1) raises
+        "import ctypes; bytes(ctypes.CDLL(None).shmget(0, 4096, 0o600))",
+        "import ctypes; bytes(ctypes.CDLL(None).syscall(235, b'{folder}/kept', None))",  # utimes
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
         "x = bytearray(2 ** 30)",
     ],
@@ -101,6 +118,77 @@ def test_code_that_does_not_end_is_killed(network):
     assert run("while True:\n    pass\n", network, seconds=0.5) == 0.0
     assert time.monotonic() - start < 3.0
     assert run("import time\ntime.sleep(60)\n", network, seconds=0.5) == 0.0
+
+
+def left_behind(parent):
+    """Processes behind a wall that ``parent`` started: it is named in how they are called."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if sandbox.wall.__file__.encode() in words and str(parent).encode() in words:
+            found.append(path.parent.name)
+    return found
+
+
+def nothing_stays(parent):
+    end = time.monotonic() + 3.0
+    while left_behind(parent) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not left_behind(parent)
+
+
+def test_no_code_outlives_its_time(network):
+    assert run(STAYS, network, seconds=0.5) == 0.0
+    assert nothing_stays(os.getpid())
+
+
+def test_no_code_outlives_who_asked_for_it(network):
+    """It was alive 20 s after a killed scorer, where it had asked for no signal at its parent's death."""
+    program = f"from tasks.environments.sandbox import *; passes_tests('', {STAYS!r}, network={network!r}, "
+    scorer = subprocess.Popen([sys.executable, "-c", f"{program} seconds=30.0)"])
+    end = time.monotonic() + 10.0
+    while not left_behind(scorer.pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(0.3)  # it sleeps by now
+    assert left_behind(scorer.pid)
+    scorer.kill()
+    scorer.wait()
+    assert nothing_stays(scorer.pid)
+
+
+def test_no_code_runs_for_one_who_has_ended_already(network):
+    """Python takes 10 ms to start, and who is killed in them sends no signal afterwards."""
+    call = [sys.executable, "-I", "-S", sandbox.wall.__file__, str(sandbox.NAMESPACES[network]), "3"]
+    said = subprocess.run([*call, "1"], input=b"word\0\0", capture_output=True)
+    assert said.stdout.startswith(b"-") and b"process 1, which started this one, has ended" in said.stdout
+    said = subprocess.run([*call, str(os.getpid())], input=b"word\0\0", capture_output=True)
+    assert said.stdout == b"+word"
+
+
+def test_code_that_floods_the_pipe_of_its_verdict_fills_no_memory(network):
+    """Two seconds of it were 3.2 GB in the scorer."""
+    tracemalloc.start()
+    try:
+        assert run("import os\nfor _ in range(512): os.write(3, bytes(2**16))", network) == 0.0
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("size", [1, 2**16, 3 * 2**20])
+def test_code_arrives_whole(network, size):
+    assert run(f"x = {'é' * size!r}", network, tests=f"assert len(x) == {size}") == 1.0
+
+
+def test_a_wall_that_never_stood_is_no_verdict_on_the_code(network, monkeypatch, tmp_path):
+    """A Python that cannot start made every response a wrong one."""
+    (tmp_path / "wall.py").write_text("import no_such_module")
+    monkeypatch.setattr(sandbox.wall, "__file__", str(tmp_path / "wall.py"))
+    with pytest.raises(SandboxUnavailable, match="its Python ended before the wall stood"):
+        run(GOOD, network)
 
 
 def test_threads_and_arithmetic_still_work(network):

@@ -10,16 +10,20 @@ What it does not do: the child reads what the account that runs it may read (and
 
 import contextlib
 import os
+import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from typing import Literal
 
 from tasks.environments import wall
 
 Network = Literal["namespace", "seccomp"]
+SAID_BYTES = 1024
+"""Nothing is read after so many: code that floods the pipe of the verdict would fill the scorer's memory."""
 
 NAMESPACES: dict[Network, int] = {
     "namespace": wall.CLONE_NEWUSER | wall.CLONE_NEWNET | wall.CLONE_NEWIPC | wall.CLONE_NEWPID,
@@ -58,22 +62,51 @@ def run_python(code: str, tests: str, *, word: str, network: Network, seconds: f
     folder = tempfile.mkdtemp(prefix="sandbox-")
     program = [os.path.realpath(sys.executable), "-I", "-S", os.path.realpath(wall.__file__)]
     try:
-        child = subprocess.Popen(
-            [*program, str(NAMESPACES[network]), str(seconds)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder,
+        with subprocess.Popen(
+            [*program, str(NAMESPACES[network]), str(seconds), str(os.getpid())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder, bufsize=0,
             env={"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}, start_new_session=True,
-        )  # fmt: skip
-        try:
-            said, _ = child.communicate(source.encode(errors="replace"), timeout=seconds)
-        except subprocess.TimeoutExpired:
-            said = b""
-        finally:
-            _kill(child)
+        ) as child:  # fmt: skip
+            try:
+                said = _converse(child, source.encode(errors="replace"), seconds)
+            finally:
+                _kill(child)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if said.startswith(wall.FELL):
-        raise SandboxUnavailable(f"{_remedy(network)} ({said[1:256].decode(errors='replace')})")
+    if said is None:
+        return ""
+    if not said.startswith(wall.STANDS):
+        reason = said[1:256].decode(errors="replace") or "its Python ended before the wall stood"
+        raise SandboxUnavailable(f"{_remedy(network)} ({reason})")
     return said.removeprefix(wall.STANDS)[:256].decode(errors="replace")
+
+
+def _converse(child: subprocess.Popen[bytes], source: bytes, seconds: float) -> bytes | None:
+    """What the child says once it is told ``source``, or the first of it; None if it did not end in time."""
+    assert child.stdin is not None and child.stdout is not None
+    deadline, told, said = time.monotonic() + seconds, 0, b""
+    os.set_blocking(child.stdin.fileno(), False)
+    with selectors.DefaultSelector() as pipes:
+        pipes.register(child.stdin, selectors.EVENT_WRITE)
+        pipes.register(child.stdout, selectors.EVENT_READ)
+        while len(said) < SAID_BYTES:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            ready = [key.fileobj for key, _ in pipes.select(left)]
+            if child.stdin in ready:
+                with contextlib.suppress(BrokenPipeError):  # it has ended, and says so on the other pipe
+                    told += os.write(child.stdin.fileno(), source[told : told + 2**16])
+                    if told < len(source):
+                        continue
+                pipes.unregister(child.stdin)
+                child.stdin.close()
+            if child.stdout in ready:
+                some = os.read(child.stdout.fileno(), SAID_BYTES)
+                if not some:
+                    break
+                said += some
+    return said
 
 
 def require_sandbox(network: Network) -> None:
