@@ -57,7 +57,7 @@ class SglangConfig(Section):
     startup_seconds: float = Field(default=900.0, gt=0)
     """Loading, compiling kernels and capturing graphs; apart from liveness."""
     request_seconds: float = Field(default=1800.0, gt=0)
-    """A request that takes longer is aborted and named."""
+    """A request that takes longer is aborted and named, and a failure of its server by itself."""
     max_failures: int = Field(default=3, ge=1)
     """Tries of a request, and failures in a row of a server, after which the one is an error and the other is
     out of service; the next version restarts it if it is ours."""

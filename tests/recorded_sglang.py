@@ -1,6 +1,7 @@
 """A small HTTP server that answers as SGLang was recorded to, with the faults that a test asks for."""
 
 import json
+import select
 import socket
 import threading
 import time
@@ -110,15 +111,25 @@ class Recorded(BaseHTTPRequestHandler):
 
 
 class RecordedRouter(Recorded):
-    """SGLang's router 0.3.2, as far as versions go: who its workers are."""
+    """SGLang's router 0.3.2, as far as versions go: who its workers are. It samples by itself, version 7."""
 
     def do_GET(self):
         workers = [{"id": name, "url": url} for name, url in self.server.state["workers"].items()]
         return self.reply({"workers": workers})
 
     def do_POST(self):
-        url = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["url"]
-        self.server.state["workers"][f"w{len(self.server.state['workers'])}"] = url
+        state = self.server.state
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/generate":
+            state["generated"] = state.get("generated", 0) + 1
+            if state["generated"] in state.get("stumbles", ()):
+                return self.hang_up()
+            time.sleep(state.get("seconds", 0.0))
+            if select.select([self.connection], [], [], 0)[0]:  # who asked has hung up
+                state["given_up"] = state.get("given_up", 0) + 1
+                return self.hang_up()
+            return self.reply(answer(id=body["rid"]))
+        state["workers"][f"w{len(state['workers'])}"] = body["url"]
         return self.reply({"status": "accepted"}, 202)  # it asks the worker in its own time
 
     def do_DELETE(self):

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from recorded_sglang import attached, recorded
+from recorded_sglang import RecordedRouter, attached, recorded
 
 from tasks.engine import sglang_client
 from tasks.engine.protocol import Request, SamplingParams
@@ -44,6 +44,30 @@ def test_failures_one_after_another_take_a_server_out(untied):
         with pytest.raises(SglangError, match="broke off"):
             engine.generate(REQUESTS[:1], PARAMS)
         assert "3 failures in a row" in engine.describe()
+
+
+def test_a_stuck_server_gets_one_deadline_and_no_more(untied):
+    """Its requests pass their deadlines together. As one failure they left it in service for two more."""
+    with recorded(seconds=4.0) as stuck, recorded(seconds=0.05) as other:
+        engine = attached(stuck, other, max_running_requests=16, request_seconds=0.8)
+        engine.load(untied[0], 3)
+        groups = engine.generate(REQUESTS * 25, PARAMS)
+        assert [len(group) for group in groups] == [4] * 100
+        assert "1 of 2 attached" in engine.describe() and "must end within" in engine.describe()
+        assert 5 <= stuck.state["generated"] < 10  # half of the budget of 40 samples, once
+
+
+def test_a_sample_that_breaks_off_behind_a_router_leaves_none_of_its_group_behind(untied):
+    """The others went on unheard, beside those that were asked again."""
+    with (
+        recorded() as server,
+        recorded(RecordedRouter, workers={}, stumbles={4}, seconds=0.3) as router,
+    ):
+        engine = attached(server, router_url=f"http://127.0.0.1:{router.server_address[1]}")
+        engine.load(untied[0], 7)
+        groups = engine.generate(REQUESTS[:1], PARAMS)
+        assert [completion.finish_reason for completion in groups[0]] == ["stop"] * 4
+        assert router.state["generated"] == 8 and router.state["given_up"] == 3
 
 
 def test_a_connection_that_a_server_may_be_closing_is_not_used(untied, monkeypatch):

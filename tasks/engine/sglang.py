@@ -180,10 +180,15 @@ class Fleet:
     async def _post(self, address: Address, body: dict[str, Any]) -> list[dict[str, Any]]:
         if not self.config.router_url:
             return await self.client.generate(address.url, body)
-        parts = await asyncio.gather(
-            *(self.client.generate(self.config.router_url, part) for part in single_bodies(body))
-        )
-        return [answer for part in parts for answer in part]
+        posts = [
+            asyncio.create_task(self.client.generate(self.config.router_url, part))
+            for part in single_bodies(body)
+        ]
+        try:
+            return [answer for answers in await asyncio.gather(*posts) for answer in answers]
+        finally:
+            for post in posts:  # where one failed all are asked again, and nobody waits for the first answers
+                post.cancel()
 
     def _choose(self, tried: set[Address]) -> Address:
         """One that fails is the emptiest of all from then on, so those not tried come first."""
@@ -198,7 +203,7 @@ class Fleet:
         blamed beyond that."""
         await asyncio.gather(*(self._ask(other) for other in self.serving))
         if not self.config.router_url and not address.is_out:
-            failures = address.fail(began=began)
+            failures = address.fail(error, began=began)
             if failures >= self.config.max_failures:
                 await self._take_out(address, f"{failures} failures in a row, the last: {error}")
         return bool(self.serving)

@@ -37,6 +37,10 @@ class RequestRefused(SglangError):
     """What was asked for cannot be had, such as a prompt longer than the context: no server is to blame."""
 
 
+class RequestOverdue(SglangError):
+    """No answer before the deadline, on a connection that held."""
+
+
 REFUSALS = (400, 413, 422)
 
 
@@ -57,10 +61,11 @@ class Address:
     def is_out(self) -> bool:
         return bool(self.reason)
 
-    def fail(self, *, began: float) -> int:
+    def fail(self, error: SglangError, *, began: float) -> int:
         """Failures in a row, with that of a request sent at ``began`` (monotonic seconds). What was on its
-        way when the last one was counted broke off with it: hundreds of requests are one failure."""
-        if began >= self._failed_at:
+        way when the last one was counted broke off with it: hundreds of requests are one failure. Overdue
+        ones count one each: a stuck server would else get one deadline after the other."""
+        if began >= self._failed_at or isinstance(error, RequestOverdue):
             self.failures, self._failed_at = self.failures + 1, time.monotonic()
         return self.failures
 
@@ -143,15 +148,15 @@ class Client:
         """The answers of a request in order, one for a single sample.
 
         Raises:
-            SglangError: the server refused, the connection broke, or the deadline passed; names request and
-                server.
+            SglangError: the server refused, the connection broke, or the deadline passed
+                (``RequestOverdue``); names request and server.
         """
         name = body["rid"] if isinstance(body["rid"], str) else body["rid"][0]
         try:
             answer = await self._post(f"{url}/generate", body, self.request_seconds)
             return answer if isinstance(answer, list) else [answer]
         except TimeoutError:
-            raise SglangError(
+            raise RequestOverdue(
                 f"request {name} must end within rollout.sglang.request_seconds={self.request_seconds:g} on "
                 f"{url}, got no answer. Raise it, or lower rollout.max_new_tokens."
             ) from None
