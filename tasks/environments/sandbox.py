@@ -137,8 +137,8 @@ def _remedy(network: Network) -> str:
     other = "seccomp" if network == "namespace" else "namespace"
     return (
         f"code must run without a network by prompt_files.network '{network}', and this machine cannot do "
-        f"that. Set it to '{other}', allow it (user namespaces: sysctl kernel.unprivileged_userns_clone, or "
-        "the container's seccomp profile), or score with another verifier."
+        f"that. Set it to '{other}', allow it (user namespaces: sysctl kernel.unprivileged_userns_clone, "
+        "user.max_user_namespaces, or the container's seccomp profile), or score with another verifier."
     )
 
 
