@@ -41,6 +41,7 @@ class Recorded(BaseHTTPRequestHandler):
         state = self.server.state
         if state.get("is_dead"):
             return self.hang_up()
+        time.sleep(state.get("thinks_seconds", 0.0))
         if self.path.startswith("/v1/loads"):
             return self.reply({"version": state.get("build", "0.5.17")})
         return self.reply({"is_generation": True, "weight_version": state["version"]})

@@ -9,7 +9,7 @@ import time
 import pytest
 from recorded_sglang import RecordedRouter, attached, recorded
 
-from tasks.engine import sglang_client
+from tasks.engine import sglang, sglang_client
 from tasks.engine.protocol import Request, SamplingParams
 from tasks.engine.sglang import SglangEngine
 from tasks.engine.sglang_client import Budget, SglangError
@@ -84,6 +84,19 @@ def test_a_connection_that_a_server_may_be_closing_is_not_used(untied, monkeypat
         time.sleep(0.5)
         engine.generate(REQUESTS[:1], PARAMS)
         assert server.state["connections"] == before + 1
+
+
+def test_a_server_that_answers_no_question_holds_up_its_requests_for_seconds(untied, monkeypatch):
+    """They waited ten minutes, the deadline of a weight update, before another server got them."""
+    monkeypatch.setattr(sglang, "ASK_SECONDS", 0.3)
+    with recorded() as stuck, recorded() as other:
+        engine = attached(stuck, other)
+        engine.load(untied[0], 3)
+        stuck.state |= {"thinks_seconds": 3.0, "stumbles": set(range(1, 100))}
+        start = time.monotonic()
+        assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
+        assert time.monotonic() - start < 2.0
+        assert "model_info failed: TimeoutError" in engine.describe()
 
 
 def test_a_request_has_a_deadline_that_names_it(untied):

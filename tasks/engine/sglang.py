@@ -32,7 +32,7 @@ from tasks.engine.sglang_adoption import (
     update,
     verify,
 )
-from tasks.engine.sglang_client import Address, Budget, Client, Loop, RequestRefused, SglangError
+from tasks.engine.sglang_client import ASK_SECONDS, Address, Budget, Client, Loop, RequestRefused, SglangError
 from tasks.engine.sglang_format import completion, request_body, single_bodies
 from tasks.engine.sglang_fp8 import quantised_folder
 from tasks.engine.sglang_model import routing_shape, served_folder, vocabulary
@@ -210,7 +210,7 @@ class Fleet:
 
     async def _ask(self, address: Address) -> None:
         try:
-            await self.client.control(address.url, "model_info")
+            await self.client.control(address.url, "model_info", seconds=ASK_SECONDS)
         except SglangError as error:
             await self._take_out(address, str(error))
 

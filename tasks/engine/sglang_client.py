@@ -22,6 +22,8 @@ from tasks.engine.sglang_model import WeightFiles
 T = TypeVar("T")
 CONTROL_SECONDS = 600.0
 """Deadline of a weight update; a large policy is read from disk in it."""
+ASK_SECONDS = 30.0
+"""Deadline of the question whether a server is there: what broke off with it waits, to go elsewhere."""
 CONNECT_SECONDS = 20.0
 """Until a server's host has answered at all: one that vanished does not hold up the others."""
 IDLE_SECONDS = 2.0
@@ -165,10 +167,12 @@ class Client:
                 f"request {name} broke off on {url}: {type(error).__name__}: {error}"
             ) from error
 
-    async def control(self, url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def control(
+        self, url: str, path: str, body: dict[str, Any] | None = None, *, seconds: float = CONTROL_SECONDS
+    ) -> Any:
         """POST ``body`` (or GET without one) to a server's control plane."""
         try:
-            return await self._post(f"{url}/{path}", body, CONTROL_SECONDS)
+            return await self._post(f"{url}/{path}", body, seconds)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise SglangError(f"{url}/{path} failed: {type(error).__name__}: {error}") from error
 
