@@ -73,7 +73,7 @@ def test_a_sample_that_breaks_off_behind_a_router_leaves_none_of_its_group_behin
 def test_a_connection_that_a_server_may_be_closing_is_not_used(untied, monkeypatch):
     """SGLang closes one that was idle for 5 s, and a worker that went on in that moment lost all it sent."""
     assert sglang_client.IDLE_SECONDS < 5
-    monkeypatch.setattr(sglang_client, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(sglang_client, "IDLE_SECONDS", 1.0)
     with recorded() as server:
         engine = attached(server)
         engine.load(untied[0], 3)
@@ -81,7 +81,7 @@ def test_a_connection_that_a_server_may_be_closing_is_not_used(untied, monkeypat
         before = server.state["connections"]
         engine.generate(REQUESTS[:1], PARAMS)
         assert server.state["connections"] == before, "one in use goes on"
-        time.sleep(0.5)
+        time.sleep(1.5)
         engine.generate(REQUESTS[:1], PARAMS)
         assert server.state["connections"] == before + 1
 
@@ -92,10 +92,10 @@ def test_a_server_that_answers_no_question_holds_up_its_requests_for_seconds(unt
     with recorded() as stuck, recorded() as other:
         engine = attached(stuck, other)
         engine.load(untied[0], 3)
-        stuck.state |= {"thinks_seconds": 3.0, "stumbles": set(range(1, 100))}
+        stuck.state |= {"thinks_seconds": 20.0, "stumbles": set(range(1, 100))}
         start = time.monotonic()
         assert [len(group) for group in engine.generate(REQUESTS, PARAMS)] == [4] * 4
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 10.0
         assert "model_info failed: TimeoutError" in engine.describe()
 
 
