@@ -191,6 +191,18 @@ def test_a_wall_that_never_stood_is_no_verdict_on_the_code(network, monkeypatch,
         run(GOOD, network)
 
 
+def test_the_time_of_the_code_begins_when_the_wall_stands(network, monkeypatch, tmp_path):
+    """A busy machine made right answers wrong ones; one that builds no wall at all makes none."""
+    slow = tmp_path / "slow.py"
+    source = Path(sandbox.wall.__file__).read_text()
+    slow.write_text(source.replace('__main__":\n', '__main__":\n    import time; time.sleep(1)\n', 1))
+    monkeypatch.setattr(sandbox.wall, "__file__", str(slow))
+    assert run(GOOD, network, seconds=0.5) == 1.0
+    monkeypatch.setattr(sandbox, "START_SECONDS", 0.2)
+    with pytest.raises(SandboxUnavailable, match=r"or took over 0\.2 s"):
+        run(GOOD, network)
+
+
 def test_threads_and_arithmetic_still_work(network):
     code = (
         "import threading, math\nt = threading.Thread(target=print)\nt.start()\nt.join()\nx = math.gcd(4, 6)"

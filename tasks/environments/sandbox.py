@@ -24,6 +24,9 @@ from tasks.environments import wall
 Network = Literal["namespace", "seccomp"]
 SAID_BYTES = 1024
 """Nothing is read after so many: code that floods the pipe of the verdict would fill the scorer's memory."""
+START_SECONDS = 20.0
+"""Until the wall stands, 20 ms on a machine at rest. The time of the code begins then: a busy machine is no
+fault of a response and must not make it a wrong one."""
 
 NAMESPACES: dict[Network, int] = {
     "namespace": wall.CLONE_NEWUSER | wall.CLONE_NEWNET | wall.CLONE_NEWIPC | wall.CLONE_NEWPID,
@@ -76,15 +79,17 @@ def run_python(code: str, tests: str, *, word: str, network: Network, seconds: f
     if said is None:
         return ""
     if not said.startswith(wall.STANDS):
-        reason = said[1:256].decode(errors="replace") or "its Python ended before the wall stood"
+        reason = said[1:256].decode(errors="replace")
+        reason = reason or f"its Python ended before the wall stood, or took over {START_SECONDS:g} s for it"
         raise SandboxUnavailable(f"{_remedy(network)} ({reason})")
     return said.removeprefix(wall.STANDS)[:256].decode(errors="replace")
 
 
 def _converse(child: subprocess.Popen[bytes], source: bytes, seconds: float) -> bytes | None:
-    """What the child says once it is told ``source``, or the first of it; None if it did not end in time."""
+    """What the child says once it is told ``source``, or the first of it: nothing if the wall did not stand
+    in time, None if the code then took longer than ``seconds``."""
     assert child.stdin is not None and child.stdout is not None
-    deadline, told, said = time.monotonic() + seconds, 0, b""
+    deadline, told, said = time.monotonic() + START_SECONDS, 0, b""
     os.set_blocking(child.stdin.fileno(), False)
     with selectors.DefaultSelector() as pipes:
         pipes.register(child.stdin, selectors.EVENT_WRITE)
@@ -92,7 +97,7 @@ def _converse(child: subprocess.Popen[bytes], source: bytes, seconds: float) -> 
         while len(said) < SAID_BYTES:
             left = deadline - time.monotonic()
             if left <= 0:
-                return None
+                return None if said else said
             ready = [key.fileobj for key, _ in pipes.select(left)]
             if child.stdin in ready:
                 with contextlib.suppress(BrokenPipeError):  # it has ended, and says so on the other pipe
@@ -105,6 +110,8 @@ def _converse(child: subprocess.Popen[bytes], source: bytes, seconds: float) -> 
                 some = os.read(child.stdout.fileno(), SAID_BYTES)
                 if not some:
                     break
+                if not said:
+                    deadline = time.monotonic() + seconds
                 said += some
     return said
 
