@@ -57,10 +57,7 @@ def test_a_process_with_grpc_in_it_scores_as_any_other(network):
         ("", 0.0),
         ("print('passed'); raise SystemExit(0)", 0.0),  # an exit code is no verdict
         ("import os\nos._exit(0)", 0.0),
-        (
-            "import os\nos.write(1, b'-'); os.write(3, b'-'); os._exit(97)",
-            0.0,
-        ),  # nor can it tear the wall down
+        ("import os\nos.write(1, b'-'); os.write(3, b'-'); os._exit(97)", 0.0),  # nor does it fell the wall
         ("print(1)\n" + GOOD, 1.0),
     ],
 )

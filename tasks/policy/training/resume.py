@@ -8,6 +8,7 @@ state that a restarted, moved or resharded process could miss.
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from tasks.artifacts.cursor import fixed_dataset, position_after
 from tasks.artifacts.manifest import DataCursor, LedgerPosition, Manifest
 from tasks.experience.ledger import seed_of
 from tasks.records import CampaignRun, TrainBatch
-from tasks.session import run_store
+
+if TYPE_CHECKING:
+    from tasks.artifacts.store import PolicyStore
 
 
 def seed_generators(run: CampaignRun, iteration: int, place: int = 0, *, part: str = "update") -> None:
@@ -28,11 +31,11 @@ def seed_generators(run: CampaignRun, iteration: int, place: int = 0, *, part: s
     torch.manual_seed(seed % 2**63)
 
 
-def data_cursor(run: CampaignRun, batch: TrainBatch, parent: Manifest) -> DataCursor:
+def data_cursor(store: PolicyStore, run: CampaignRun, batch: TrainBatch, parent: Manifest) -> DataCursor:
     """Where the next iteration reads, in which data; demonstrations do not count."""
     offered = run.config.rollout.prompts_reserved
     return DataCursor(
-        dataset=fixed_dataset(run_store(run)),
+        dataset=fixed_dataset(store),
         position=position_after(parent, offered=offered)
         + (0 if batch.objective == "supervised" else offered),
         seed=run.config.seed,

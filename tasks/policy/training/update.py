@@ -66,7 +66,7 @@ def update_on_ranks(
         clock.lap("start_up")
         progress.at("load")
         parent = store.manifest(policy)
-        data = data_cursor(run, batch, parent)
+        data = data_cursor(store, run, batch, parent)
         attempt = Attempt(store, identity_of(run, batch, policy), stop, mesh)
         is_held = resident.holds(parent, config) and attempt.left_of("policy") is None
         if not is_held:
