@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = Path(torch.__file__).parent.parent
+"""Not the project's, also where the environment lies in its folder."""
 SIZED_BY_VALUES = {
     "nonzero", "masked_select", "repeat_interleave.Tensor", "unique", "_unique2", "unique_dim",
     "unique_consecutive", "bincount", "histc", "_local_scalar_dense", "is_nonzero", "equal",
@@ -54,7 +56,8 @@ def _place() -> str:
         path, name = Path(frame.f_code.co_filename), frame.f_code.co_qualname.rpartition("<locals>.")[2]
         if "/transformers/" in str(path):
             return f"transformers/{path.name}:{name}"
-        if path.is_relative_to(ROOT) and path != Path(__file__):
+        is_ours = path.is_relative_to(ROOT) and not path.is_relative_to(PACKAGES)
+        if is_ours and path != Path(__file__):
             return f"{path.relative_to(ROOT)}:{name}"
         frame = frame.f_back
     return "torch"
